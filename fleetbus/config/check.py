@@ -72,10 +72,8 @@ def check_configuration(configuration: Configuration) -> None:
     store = configuration.weights.store
     if store not in ("folder", "nats") and "://" not in store:
         raise UserError(f"weights.store = {store}: use folder, nats, or a URL such as s3://bucket/path")
-    if configuration.weights.transfer == "collective" and (inference.engine, learner.trainer) != ("torch", "torch"):
-        raise UserError(
-            "weights.transfer = collective needs inference.engine = torch and learner.trainer = torch: set files for others"
-        )
+    if configuration.weights.transfer == "collective":
+        _check_collective(configuration)
     _check_archive(configuration.recorder)
     if any("@" in url.partition("://")[2].partition("/")[0] for url in inference.urls.split(",")):
         raise UserError(
@@ -133,6 +131,17 @@ def _check_engine(configuration: Configuration) -> None:
             f"trainer.published_weights = adapters: engines {' and '.join(taking)} take them, for text; set merged for "
             + ("environment.images" if configuration.environment.images else f"inference.engine = {inference.engine}")
         )
+
+
+def _check_collective(configuration: Configuration) -> None:
+    engine = configuration.inference.engine
+    if engine not in ("torch", "vllm") or configuration.learner.trainer != "torch":
+        raise UserError(
+            "weights.transfer = collective needs inference.engine = torch or vllm and learner.trainer = torch: "
+            "set files for others"
+        )
+    if engine == "vllm" and configuration.trainer.published_weights == "adapters":
+        raise UserError("weights.transfer = collective sends whole models to vllm, which reads adapters from files: set files")
 
 
 def _check_torch_only(configuration: Configuration) -> None:

@@ -253,8 +253,8 @@ class WeightsSettings(Settings, frozen=True, kw_only=True):
     transfer: Annotated[
         Literal["files", "collective"],
         Meta(
-            description="files: engines read what was written; collective: engine torch also gets it from the learner while "
-            "it is written, over a private network (docs/engines.md)"
+            description="files: engines read what was written; collective: engines torch and vllm also get it from the "
+            "learner while it is written, over a private network (docs/engines.md)"
         ),
     ] = "files"
     transfer_address: Annotated[

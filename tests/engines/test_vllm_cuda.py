@@ -234,7 +234,7 @@ def test_requests_and_prompts_have_the_arguments_that_we_give() -> None:
     assert callable(Worker.reload_weights)
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parameters
+    assert {"weights_path", "weights_iterator"} <= inspect.signature(GPUModelRunner.reload_weights).parameters.keys()
     assert GenerationRequest(cache_key="e", ids=[1], sampling=SamplingSettings(), stop_ids=frozenset(), max_tokens=1, seed=1)
 
 

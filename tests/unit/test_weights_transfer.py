@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -23,18 +23,18 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.check import check_configuration
 from fleetbus.config.settings import Configuration, InferenceSettings, LearnerSettings, WeightsSettings
+from fleetbus.config.training_settings import TrainerSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, PolicyPublished, Subjects, WeightsOffered, encode
 from fleetbus_workers.replay.learner_replay import configure_lineage
 from fleetbus_workers.weights import file
 from fleetbus_workers.weights.collective import group, receiver, sender, stream
-from fleetbus_workers.weights.collective.group import TransferFailed
 from fleetbus_workers.weights.collective.received import ReceivedVersion
 from fleetbus_workers.weights.collective.receiver import CollectiveReceiver
 from fleetbus_workers.weights.collective.sender import CollectiveSender
 from fleetbus_workers.weights.collective.written_file import WrittenFile
 from fleetbus_workers.weights.file import WeightsRejected, read_weights, stream_weights, write_weights
-from fleetbus_workers.weights.transfer import ENGINE_COUNTER
+from fleetbus_workers.weights.transfer import ENGINE_COUNTER, TransferFailed
 
 pytestmark = pytest.mark.anyio
 
@@ -63,6 +63,20 @@ def build_version(folder: Path, version: int, watcher: WrittenFile | None = None
     )
 
 
+class Taker:
+    """A sampler that keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[int, Mapping[str, torch.Tensor]]] = []
+
+    @property
+    def max_version_bytes(self) -> int:
+        return LIMIT_BYTES
+
+    async def load_tensors(self, policy: PolicyPublished, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.loaded.append((policy.version, tensors))
+
+
 @asynccontextmanager
 async def open_pair(
     engines: int = 1, seconds: float = 60.0
@@ -71,9 +85,7 @@ async def open_pair(
     async with MemoryServer().connect(RUN) as bus, anyio.create_task_group() as tasks:
         await bus.declare(plan_run(RUN, lanes=1))
         made = CollectiveSender(bus, SUBJECTS, policy="p", address="127.0.0.1", seconds=seconds, runtime=Runtime())
-        receivers = [
-            CollectiveReceiver(bus, SUBJECTS, policy="p", limit_bytes=LIMIT_BYTES, seconds=seconds) for _ in range(engines)
-        ]
+        receivers = [CollectiveReceiver(bus, SUBJECTS, Taker(), policy="p", seconds=seconds) for _ in range(engines)]
         for each in receivers:
             tasks.start_soon(each.run)
         async with made.run():
@@ -237,12 +249,18 @@ async def test_an_address_of_another_machine_is_refused_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "others", [{"inference": InferenceSettings(engine="vllm")}, {"learner": LearnerSettings(trainer="tinker")}]
+    "others",
+    [
+        {"inference": InferenceSettings(engine="openai", urls="http://127.0.0.1:1")},
+        {"learner": LearnerSettings(trainer="tinker")},
+        {"inference": InferenceSettings(engine="vllm"), "trainer": TrainerSettings(lora_rank=4, published_weights="adapters")},
+    ],
 )
 def test_the_setting_is_refused_where_it_would_have_no_effect(others: dict[str, Any]) -> None:
     weights = WeightsSettings(transfer="collective")
-    check_configuration(Configuration(weights=weights))
-    with pytest.raises(UserError, match=r"weights.transfer = collective needs"):
+    for engine in ("torch", "vllm"):
+        check_configuration(Configuration(weights=weights, inference=InferenceSettings(engine=engine)))
+    with pytest.raises(UserError, match=r"weights.transfer = collective (needs|sends whole models)"):
         check_configuration(Configuration(weights=weights, **others))
 
 

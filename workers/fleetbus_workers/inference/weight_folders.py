@@ -4,10 +4,11 @@ Shared by the engine in process and by vLLM's servers. Torch and safetensors are
 """
 
 import json
+import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -70,10 +71,7 @@ class WeightFolders:
         tensors = read_weights(policy.uri, policy.manifest, mapped=True)
         if has_adapters(tensors):
             return self._prepare_adapters(policy, tensors)
-        found, expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes
-        if self._has_vision:
-            found, expected = strip_nesting(found), strip_nesting(expected)
-        check_shapes(policy.uri, found, expected, tied=self._tied)
+        self._expect_model(policy.uri, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         folder = self._place / f"v{policy.version:06d}"
         try:
             self._create_folder(folder)
@@ -83,6 +81,25 @@ class WeightFolders:
         except OSError as error:
             raise WeightsRejected(f"{folder}: cannot be written: {error}") from error
         return folder
+
+    def check(self, policy: PolicyPublished) -> dict[str, str]:
+        """For tensors of a whole version that lie elsewhere and are those of its manifest: which of them an engine has to load
+        under a second name (by that). Raises `WeightsRejected` if they are not the model's."""
+        names = [entry.name for entry in policy.manifest]
+        self._expect_model(policy.uri, {entry.name: entry.shape for entry in policy.manifest})
+        if not self._untie or HEAD in names:
+            return {}
+        return {HEAD: _find_embedding(policy.uri, names)}
+
+    def count_numbers(self) -> int:
+        """Parameters of the model."""
+        return sum(math.prod(shape) for shape in self._shapes.values())
+
+    def _expect_model(self, what: str, found: Mapping[str, tuple[int, ...]]) -> None:
+        expected: Mapping[str, tuple[int, ...]] = self._shapes
+        if self._has_vision:
+            found, expected = strip_nesting(found), strip_nesting(expected)
+        check_shapes(what, found, expected, tied=self._tied)
 
     def _prepare_adapters(self, policy: PolicyPublished, tensors: Mapping[str, Any]) -> Path:
         ranks = check_adapters(policy.uri, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, self._shapes)
@@ -160,17 +177,25 @@ def _set_untied(file: Path) -> None:
     file.write_text(json.dumps(config))
 
 
+def _find_embedding(what: str, names: Iterable[str]) -> str:
+    """The name of the tensor that a tied model's head is. Raises `WeightsRejected`."""
+    for name in names:
+        if name.endswith(EMBEDDING):
+            return name
+    raise WeightsRejected(f"{what}: no tensor is named *{EMBEDDING}, so the output head cannot be found")
+
+
 def _write_head(folder: Path, files: Sequence[Path]) -> None:
     """Write the embedding once more, as the output head."""
     from safetensors import safe_open
 
+    names: dict[str, Path] = {}
     for file in files:
         with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # no mapping
-                if name.endswith(EMBEDDING):
-                    save_tensors({HEAD: stored.get_tensor(name)}, folder / HEAD_FILE)
-                    return
-    raise WeightsRejected(f"{folder}: no tensor is named *{EMBEDDING}, so the output head cannot be found")
+            names |= dict.fromkeys(stored.keys(), file)
+    name = _find_embedding(str(folder), names)
+    with safe_open(names[name], framework="pt") as stored:
+        save_tensors({HEAD: stored.get_tensor(name)}, folder / HEAD_FILE)
 
 
 def parse_file_uri(uri: str) -> Path:

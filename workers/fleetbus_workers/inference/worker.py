@@ -7,7 +7,7 @@ fair share of slots instead. Compute happens in the engine, never on the event l
 
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import anyio
@@ -33,13 +33,10 @@ from fleetbus_workers.inference.base import ImageSource, Sampler, Template, Weig
 from fleetbus_workers.inference.engine_meter import EngineMeter
 from fleetbus_workers.inference.observation_handler import PROBLEM_CHARS, ObservationHandler
 from fleetbus_workers.inference.snapshots import PublishedVersions, SnapshotSampler
-from fleetbus_workers.weights.transfer import ENGINE_COUNTER, TakesTensors, WeightsReceiver
+from fleetbus_workers.weights.transfer import ENGINE_COUNTER, PROCESSES_COUNTER, Fetch, WeightsReceiver
 
 RELOAD_SECONDS = 5.0
 """Until a version that was rejected is tried again: its file may have been on its way."""
-
-Fetch = Callable[[PolicyPublished], Awaitable[PolicyPublished]]
-"""A version as published to the same version in a local file; raises `WeightsRejected`."""
 
 log = structlog.get_logger()
 
@@ -64,7 +61,7 @@ class InferenceWorker:
         receiver: WeightsReceiver | None = None,
     ) -> None:
         self._bus = bus
-        self._fetch = fetch
+        self._fetch = fetch or _keep
         self._discard_copies = discard_copies
         self._policy = configuration.run.policy
         self._is_frozen = is_frozen(configuration.inference)
@@ -80,6 +77,8 @@ class InferenceWorker:
         self._receiver = receiver
         if receiver is not None:
             self._counters[ENGINE_COUNTER] = 0.0
+            if receiver.processes > 1:
+                self._counters[PROCESSES_COUNTER] = float(receiver.processes)
         self._leases = Leases(OBSERVATION_LEASE_SECONDS / 3, OBSERVATION_LEASE_SECONDS)
         self._handler = ObservationHandler(
             bus,
@@ -173,7 +172,7 @@ class InferenceWorker:
             return True
         try:
             if not await self._load_transferred(published):
-                await self._load_fetched(await self._fetch(published) if self._fetch is not None else published)
+                await self._load_fetched(await self._fetch(published))
         except WeightsRejected as rejected:
             self._counters["weights_rejected"] += 1
             log.error("weights rejected; retrying", version=published.version, reason=str(rejected))
@@ -193,12 +192,8 @@ class InferenceWorker:
 
     async def _load_transferred(self, published: PolicyPublished) -> bool:
         """True if the version came from the learner itself, and is loaded. Raises `WeightsRejected`."""
-        if self._receiver is None or not isinstance(self._sampler, TakesTensors):
+        if self._receiver is None or not await self._receiver.load(published, self._fetch):
             return False
-        tensors = await self._receiver.take(published)
-        if tensors is None:
-            return False
-        await self._sampler.load_tensors(published, tensors)
         self._counters[ENGINE_COUNTER] += 1
         return True
 
@@ -265,7 +260,7 @@ async def run_inference(
     if configuration.inference.versions_of:
         served = [subjects.policy(policy) for policy in (configuration.inference.versions_of, configuration.run.policy)]
         versions = PublishedVersions(bus, served, fetch)
-        sampler = SnapshotSampler(sampler, versions.find, discard_copies)
+        sampler, receiver = SnapshotSampler(sampler, versions.find, discard_copies), None
     nonce = (runtime or Runtime()).nonce()
     lanes = inference_lanes(configuration.nats.lanes)
     lane = await claim_lane(bus, subjects, role="inference", names=lanes, worker=name, nonce=nonce)
@@ -284,3 +279,8 @@ async def run_inference(
         receiver=receiver,
     )
     await worker.run()
+
+
+async def _keep(published: PolicyPublished) -> PolicyPublished:
+    """`Fetch` where all versions are local files."""
+    return published

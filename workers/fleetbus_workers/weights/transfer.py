@@ -6,11 +6,12 @@ A backend is two classes, one for each side. Publication and inference worker kn
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from fleetbus_schemas import PolicyPublished
+from fleetbus_schemas import PolicyPublished, WeightsOffered
 from fleetbus_workers.weights.file import WritingWatcher
 
 if TYPE_CHECKING:
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
 
 ENGINE_COUNTER = "versions_transferred"
 """The counter in heartbeats of engines that take transfers: versions that they loaded so."""
+
+PROCESSES_COUNTER = "transfer_processes"
+"""In the same heartbeats: how many processes of the engine join each transfer, if more than one."""
+
+Fetch = Callable[[PolicyPublished], Awaitable[PolicyPublished]]
+"""A version as published to the same version in a local file; raises `fleetbus_workers.weights.file.WeightsRejected`."""
+
+
+class TransferFailed(Exception):
+    """The transfer of one version ended before it was whole; its file is read instead."""
 
 
 class WeightsSender(Protocol):
@@ -34,12 +45,17 @@ class WeightsSender(Protocol):
 class WeightsReceiver(Protocol):
     """An engine's side."""
 
+    @property
+    def processes(self) -> int:
+        """How many join each transfer."""
+
     async def run(self) -> None:
         """Receive what is offered, until cancelled."""
 
-    async def take(self, published: PolicyPublished) -> dict[str, torch.Tensor] | None:
-        """The tensors of a version that the log names, equal to its manifest; None: its file is to be read. Ends in bounded
-        time."""
+    async def load(self, published: PolicyPublished, fetch: Fetch) -> bool:
+        """Have the engine sample from a version that the log names, if what came is equal to its manifest. False: its file is
+        to be read, and nothing has changed. Ends in bounded time. ``fetch`` is for an engine that has to load it once more.
+        Raises `WeightsRejected` as `Sampler.load`."""
 
 
 @runtime_checkable
@@ -52,7 +68,7 @@ class TellsOfWriting(Protocol):
 
 @runtime_checkable
 class TakesTensors(Protocol):
-    """A sampler that takes a version from memory, too."""
+    """A sampler that takes a version from the memory of this process, too."""
 
     @property
     def max_version_bytes(self) -> int:
@@ -60,3 +76,23 @@ class TakesTensors(Protocol):
 
     async def load_tensors(self, policy: PolicyPublished, tensors: Mapping[str, torch.Tensor]) -> None:
         """As `Sampler.load`, with tensors that were compared with the manifest. Raises `WeightsRejected`."""
+
+
+@runtime_checkable
+class ReceivesVersions(Protocol):
+    """A sampler whose engine has processes of its own, each of which joins a transfer and receives the whole version."""
+
+    @property
+    def max_version_bytes(self) -> int:
+        """No version of its model is larger."""
+
+    @property
+    def receiving_processes(self) -> int:
+        """How many there are."""
+
+    async def receive_version(self, offered: WeightsOffered, seconds: float, given_up: threading.Event) -> None:
+        """Have them receive what is offered; returns when all of them have it. Ends soon after ``given_up`` is set or
+        ``seconds`` are over. They keep the newest that is whole. Raises `TransferFailed`."""
+
+    async def load_received(self, token: str, policy: PolicyPublished, fetch: Fetch) -> bool:
+        """As `Sampler.load`, with what was received under ``token``; as `WeightsReceiver.load`."""

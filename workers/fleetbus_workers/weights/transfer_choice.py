@@ -7,7 +7,7 @@ from fleetbus.bus.objects import ObjectStore
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import Configuration
 from fleetbus_schemas import Subjects
-from fleetbus_workers.weights.transfer import TakesTensors, WeightsReceiver, WeightsSender
+from fleetbus_workers.weights.transfer import ReceivesVersions, TakesTensors, WeightsReceiver, WeightsSender
 
 
 def open_sender(bus: CallBus, subjects: Subjects, configuration: Configuration, runtime: Runtime) -> WeightsSender | None:
@@ -31,16 +31,15 @@ def open_receiver(
     bus: CallBus, configuration: Configuration, sampler: object, objects: ObjectStore | None
 ) -> WeightsReceiver | None:
     """The receiver that ``weights.transfer`` names, if the engine takes what it receives; None: files alone."""
-    settings = configuration.weights
-    if settings.transfer == "files" or not isinstance(sampler, TakesTensors):
+    settings, policy, subjects = configuration.weights, configuration.run.policy, Subjects(configuration.run.name)
+    if settings.transfer == "files":
         return None
-    from fleetbus_workers.weights.collective.receiver import CollectiveReceiver
+    if isinstance(sampler, ReceivesVersions):
+        from fleetbus_workers.weights.collective.engine_receiver import EngineReceiver
 
-    return CollectiveReceiver(
-        bus,
-        Subjects(configuration.run.name),
-        policy=configuration.run.policy,
-        limit_bytes=sampler.max_version_bytes,
-        seconds=settings.transfer_seconds,
-        objects=objects,
-    )
+        return EngineReceiver(bus, subjects, sampler, policy=policy, seconds=settings.transfer_seconds, objects=objects)
+    if isinstance(sampler, TakesTensors):
+        from fleetbus_workers.weights.collective.receiver import CollectiveReceiver
+
+        return CollectiveReceiver(bus, subjects, sampler, policy=policy, seconds=settings.transfer_seconds, objects=objects)
+    return None

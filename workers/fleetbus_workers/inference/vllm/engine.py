@@ -3,6 +3,7 @@
 Everything here blocks for seconds to minutes and is called in a worker thread.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from fleetbus.config.engine_arguments import PARALLEL
 from fleetbus.errors import UserError
 from fleetbus_workers.inference.vllm.load_recorder import LoadRecorder
 
@@ -57,6 +59,10 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     lora_rank: int = 0
     keeps_cache: bool = False
     options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def count_processes(self) -> int:
+        """The engine's processes that compute, each with a part of the model or a copy."""
+        return math.prod(int(self.options.get(name, 1)) for name in PARALLEL)
 
 
 def set_variables(variables: Mapping[str, str]) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +22,15 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from fleetbus_schemas import EngineLoad, PolicyPublished, VersionSpan
+from fleetbus_schemas import EngineLoad, PolicyPublished, VersionSpan, WeightsOffered
 from fleetbus_workers.inference.base import EngineFailed, Generation, GenerationRequest, RequestRefused, list_distorting
+from fleetbus_workers.inference.vllm import transfers
 from fleetbus_workers.inference.vllm.engine import EngineSettings, is_gpu_available, start_engine, stop_engine
 from fleetbus_workers.inference.vllm.load_recorder import LoadRecorder
 from fleetbus_workers.inference.weight_folders import WeightFolders
 from fleetbus_workers.weights.adapters import has_adapters
-from fleetbus_workers.weights.file import WeightsRejected
+from fleetbus_workers.weights.file import MAX_HEADER_BYTES, WeightsRejected
+from fleetbus_workers.weights.transfer import Fetch, TransferFailed
 
 if TYPE_CHECKING:
     from fleetbus_workers.images.processing import ImageProcessor
@@ -59,7 +63,9 @@ class VllmSampler:
             settings = msgspec.structs.replace(settings, options={"mm_processor_cache_gb": CACHE_GIB} | settings.options)
         self._weights = WeightFolders(settings.folder, place, untie=not is_gpu_available())
         self._settings = msgspec.structs.replace(settings, folder=self._weights.prepare_base())
-        self._folder = self._settings.folder
+        self._folder: Path | None = self._settings.folder
+        """Of the version that is sampled from; None: it came from the learner, and no file of it was needed yet."""
+        self._fetch_file: Callable[[], Awaitable[PolicyPublished]] | None = None
         self._loads = itertools.count(1)
         self._salt = "0"
         self._adapter: Any = None
@@ -121,6 +127,16 @@ class VllmSampler:
                 self._mark_dead(engine)
         raise EngineFailed(f"the engine died {MAX_ENGINE_DEATHS} times with this request")
 
+    @property
+    def max_version_bytes(self) -> int:
+        """No version of this model is larger: 8 bytes a number, and a header."""
+        return 8 * self._weights.count_numbers() + MAX_HEADER_BYTES
+
+    @property
+    def receiving_processes(self) -> int:
+        """See `fleetbus_workers.weights.transfer.ReceivesVersions`."""
+        return self._settings.count_processes()
+
     async def load(self, policy: PolicyPublished) -> None:
         """Check a version, then swap to it between tokens; what turns in mid-generation have so far is computed again under
         the new weights. Raises `WeightsRejected`; the old version is back by then.
@@ -128,22 +144,53 @@ class VllmSampler:
         Turns that wait in vLLM's queue carry the salt of their time: only an empty cache keeps them from the keys and values
         of the weights before, so the cache is emptied wholly, also of what is in use, unless it is to be kept.
         """
-        if has_adapters(entry.name for entry in policy.manifest) != bool(self._settings.lora_rank):
-            held, taken = ("a whole model", "adapters") if self._settings.lora_rank else ("adapters", "whole models")
-            raise WeightsRejected(
-                f"{policy.uri} holds {held}, and this engine was started for {taken}: start the worker with the learner's "
-                "trainer.published_weights and trainer.lora_rank"
-            )
+        self._expect_kind(policy)
         async with self._loading:
             folder = await anyio.to_thread.run_sync(self._weights.prepare, policy)
             await self._alive.wait()
             if self._settings.lora_rank:
                 await self._add_adapter(self._engine, folder, policy)
             else:
-                await self._replace_weights(self._engine, folder, policy)
-            self.version, self._folder = policy.version, folder
+                await self._replace_weights(self._engine, policy, "reload_checkpoint", str(folder))
+            self.version, self._folder, self._fetch_file = policy.version, folder, None
             self._adapters_in_use = +self._adapters_in_use
             await anyio.to_thread.run_sync(self._weights.remove_others, folder, *self._adapters_in_use)
+
+    async def receive_version(self, offered: WeightsOffered, seconds: float, given_up: threading.Event) -> None:
+        """See `fleetbus_workers.weights.transfer.ReceivesVersions`."""
+        if not self._alive.is_set():
+            raise TransferFailed("the engine is being started")
+        engine = self._engine
+        try:
+            await transfers.receive(engine, offered, limit_bytes=self.max_version_bytes, seconds=seconds, given_up=given_up)
+        except TransferFailed:
+            raise
+        except Exception as error:  # vLLM raises errors of every kind
+            if isinstance(error, _get_dead_error()):
+                self._mark_dead(engine)
+            raise TransferFailed(_format_error(error)) from error
+
+    async def load_received(self, token: str, policy: PolicyPublished, fetch: Fetch) -> bool:
+        """See `fleetbus_workers.weights.transfer.ReceivesVersions`. Otherwise as `load`."""
+        self._expect_kind(policy)
+        async with self._loading:
+            await self._alive.wait()
+            engine, head = self._engine, self._weights.check(policy)
+            try:
+                with anyio.fail_after(CALL_SECONDS):
+                    difference = await transfers.find_difference(engine, token, policy)
+            except Exception as error:  # noqa: BLE001 - vLLM raises errors of every kind
+                if isinstance(error, _get_dead_error()):
+                    self._mark_dead(engine)
+                difference = _format_error(error)
+            if difference:
+                log.warning("transferred weights rejected; reading the file", version=policy.version, reason=difference)
+                return False
+            await self._replace_weights(engine, policy, "load_received", token, transfers.encode_manifest(policy), head)
+            self.version, self._folder = policy.version, None
+            self._fetch_file = partial(fetch, policy)
+            await anyio.to_thread.run_sync(self._weights.remove_others)
+            return True
 
     def forget(self, cache_key: str) -> None:
         """Nothing is kept by episode: the prefix cache forgets the longest unused."""
@@ -221,9 +268,24 @@ class VllmSampler:
 
     # Weights
 
-    async def _replace_weights(self, engine: object, folder: Path, policy: PolicyPublished) -> None:
+    def _expect_kind(self, policy: PolicyPublished) -> None:
+        if has_adapters(entry.name for entry in policy.manifest) != bool(self._settings.lora_rank):
+            held, taken = ("a whole model", "adapters") if self._settings.lora_rank else ("adapters", "whole models")
+            raise WeightsRejected(
+                f"{policy.uri} holds {held}, and this engine was started for {taken}: start the worker with the learner's "
+                "trainer.published_weights and trainer.lora_rank"
+            )
+
+    async def _find_folder(self) -> Path:
+        """The folder of the version that is sampled from. Raises `WeightsRejected` if its file is gone."""
+        if self._folder is None:
+            assert self._fetch_file is not None
+            self._folder = await anyio.to_thread.run_sync(self._weights.prepare, await self._fetch_file())
+        return self._folder
+
+    async def _replace_weights(self, engine: object, policy: PolicyPublished, method: str, *arguments: object) -> None:
         try:
-            await self._swap(engine, folder, policy.version)
+            await self._swap(engine, policy.version, method, *arguments)
         except Exception as error:  # vLLM raises errors of every kind
             await self._restore_weights(engine)
             raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_format_error(error)}") from error
@@ -244,12 +306,12 @@ class VllmSampler:
             raise WeightsRejected(f"{policy.uri}: vllm did not load it: {_format_error(error)}") from error
         self._adapter = adapter
 
-    async def _swap(self, engine: Any, folder: Path, version: int) -> None:
-        """Pause, load, label, continue."""
+    async def _swap(self, engine: Any, version: int, method: str, *arguments: object) -> None:
+        """Pause, load by a method of `worker_extension`, label, continue."""
         try:
             with anyio.fail_after(LOAD_SECONDS):
                 await engine.pause_generation(mode="keep", clear_cache=False)
-                await engine.collective_rpc("reload_checkpoint", args=(str(folder),))
+                await engine.collective_rpc(method, args=arguments)
                 self._salt = str(next(self._loads))
                 if not self._settings.keeps_cache and not await engine.reset_prefix_cache(reset_running_requests=True):
                     raise EngineFailed("vllm did not give up the keys and values of its old weights")
@@ -265,7 +327,7 @@ class VllmSampler:
     async def _restore_weights(self, engine: object) -> None:
         """After a failed load nothing is sampled before good weights are in: the old ones, or a restarted engine."""
         try:
-            await self._swap(engine, self._folder, self.version)
+            await self._swap(engine, self.version, "reload_checkpoint", str(await self._find_folder()))
         except Exception as error:  # noqa: BLE001 - vLLM raises errors of every kind
             log.error("engine refuses its previous weights; restarting it", reason=_format_error(error))
             self._mark_dead(engine)
@@ -288,8 +350,8 @@ class VllmSampler:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(stop_engine, dead)
                 self._engine = await anyio.to_thread.run_sync(start_engine, self._settings, self._recorder)
-            if self._adapter is None and self._folder != self._settings.folder:
-                await self._engine.collective_rpc("reload_checkpoint", args=(str(self._folder),))
+            if self._adapter is None and (folder := await self._find_folder()) != self._settings.folder:
+                await self._engine.collective_rpc("reload_checkpoint", args=(str(folder),))
             self._salt = str(next(self._loads))
             await self._engine.update_weight_version(str(self.version))
             self._stats["engine_restarts"] += 1

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+from fleetbus_workers.weights.transfer import TransferFailed
+
 STALL_SECONDS = 10.0
 """Of each step of a transfer: a peer that does not move for so long ends it."""
 
@@ -25,10 +27,6 @@ JOIN_SECONDS = 5.0
 POLL_SECONDS = 0.005
 _dist: Any = torch.distributed  # its types leave out stores and the classes of groups
 _JOINED, _WORLD, _GROUP = "joined", "world", "group"
-
-
-class TransferFailed(Exception):
-    """The transfer of one version ended before it was whole; its file is read instead."""
 
 
 class Group:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from fleetbus_schemas import TensorEntry
-from fleetbus_workers.weights.collective.group import TransferFailed
 from fleetbus_workers.weights.content import CHECKED, ContentCheck
 from fleetbus_workers.weights.file import MAX_HEADER_BYTES, check_names, expect_content, expect_kind, map_dtypes, view_bytes
+from fleetbus_workers.weights.transfer import TransferFailed
 
 _LENGTH = struct.Struct("<Q")
 

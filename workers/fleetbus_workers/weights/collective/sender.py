@@ -21,13 +21,16 @@ from fleetbus.core.training.engine_pressure import MOST_ENGINES
 from fleetbus.delivery.heartbeats import SILENT_AFTER_SECONDS, follow_heartbeats
 from fleetbus.errors import UserError
 from fleetbus_schemas import Heartbeat, Subjects, WeightsOffered, encode
-from fleetbus_workers.weights.collective.group import Rendezvous, TransferFailed
+from fleetbus_workers.weights.collective.group import Rendezvous
 from fleetbus_workers.weights.collective.stream import send_version
 from fleetbus_workers.weights.collective.written_file import WrittenFile
-from fleetbus_workers.weights.transfer import ENGINE_COUNTER
+from fleetbus_workers.weights.transfer import ENGINE_COUNTER, PROCESSES_COUNTER, TransferFailed
 
 LEAVE_SECONDS = 1.0
 """What a transfer that is given up gets to end, before the next version goes by file alone."""
+
+MOST_PROCESSES = 64
+"""Of one engine, whatever it says."""
 
 log = structlog.get_logger()
 
@@ -45,7 +48,8 @@ class CollectiveSender:
         self._address = address
         self._seconds = seconds
         self._runtime = runtime
-        self._heard: dict[str, float] = {}
+        self._heard: dict[str, tuple[float, int]] = {}
+        """By engine when it was heard, and how many processes of it join a transfer."""
         self._tasks: TaskGroup | None = None
         self._source: WrittenFile | None = None
         self._ended = anyio.Event()
@@ -76,8 +80,8 @@ class CollectiveSender:
         if not await self._end_previous() or self._tasks is None:
             return None
         now = anyio.current_time()
-        engines = sum(now - heard < SILENT_AFTER_SECONDS for heard in self._heard.values())
-        if not engines:
+        expected = sum(processes for heard, processes in self._heard.values() if now - heard < SILENT_AFTER_SECONDS)
+        if not expected:
             return None
         token = self._runtime.nonce()
         try:
@@ -90,7 +94,7 @@ class CollectiveSender:
         )
         await self._bus.broadcast(self._subjects.transfer(self._policy), encode(offered))
         self._source, self._ended = WrittenFile(), anyio.Event()
-        self._tasks.start_soon(self._send, rendezvous, self._source, engines, version, self._ended)
+        self._tasks.start_soon(self._send, rendezvous, self._source, expected, version, self._ended)
         return self._source
 
     async def _end_previous(self) -> bool:
@@ -103,13 +107,13 @@ class CollectiveSender:
             log.warning("the transfer before has not ended; engines read the file")
         return self._ended.is_set()
 
-    async def _send(self, rendezvous: Rendezvous, source: WrittenFile, engines: int, version: int, ended: anyio.Event) -> None:
+    async def _send(self, rendezvous: Rendezvous, source: WrittenFile, expected: int, version: int, ended: anyio.Event) -> None:
         """Errors of a transfer are told and end nothing: the file is there."""
         started = time.monotonic()
 
         def send() -> int:
             try:
-                group = rendezvous.gather(engines, lambda: source.is_over)
+                group = rendezvous.gather(expected, lambda: source.is_over)
                 if group is None:
                     return 0
                 with closing(group):
@@ -131,7 +135,8 @@ class CollectiveSender:
         """Only engines that take transfers count."""
         if ENGINE_COUNTER in beat.counters and not beat.draining:
             self._heard.pop(beat.worker, None)
-            self._heard[beat.worker] = anyio.current_time()
+            processes = beat.counters.get(PROCESSES_COUNTER, 1.0)
+            self._heard[beat.worker] = (anyio.current_time(), int(min(max(processes, 1.0), MOST_PROCESSES)))
             if len(self._heard) > MOST_ENGINES:
                 del self._heard[next(iter(self._heard))]
         else:

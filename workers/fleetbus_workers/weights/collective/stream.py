@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fleetbus_workers.weights.collective.group import STALL_SECONDS, Group, TransferFailed
+from fleetbus_workers.weights.collective.group import STALL_SECONDS, Group
 from fleetbus_workers.weights.collective.received import ReceivedVersion
 from fleetbus_workers.weights.collective.written_file import WrittenFile
 from fleetbus_workers.weights.file import view_bytes
+from fleetbus_workers.weights.transfer import TransferFailed
 
 PIECE_BYTES = 8 << 20
 """A multiple of every type's size, so that no number is cut."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fleetbus_workers.weights.collective.group import TransferFailed
+from fleetbus_workers.weights.transfer import TransferFailed
 
 
 class WrittenFile:
