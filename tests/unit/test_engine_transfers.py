@@ -143,9 +143,9 @@ async def test_a_tensor_is_loaded_under_a_second_name(tmp_path: Path) -> None:
         assert torch.equal(engine.processes[0].loaded["lm_head.weight"], build_tensors(0)["w1"])
 
 
-async def test_no_process_loads_a_version_that_one_of_them_has_not(tmp_path: Path) -> None:
-    """The learner was told of one process, and begins without the other."""
+async def test_no_process_loads_a_version_that_one_of_them_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_pair(2, 1) as (learner, receiver, engine):
+        monkeypatch.setattr(engine.processes[1], "begin_reception", lambda *arguments: None)
         assert not await receiver.load(await send(learner, tmp_path, 0), keep)
         assert not any(process.loaded for process in engine.processes)
 

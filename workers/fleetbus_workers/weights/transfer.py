@@ -47,7 +47,7 @@ class WeightsReceiver(Protocol):
 
     @property
     def processes(self) -> int:
-        """How many join each transfer."""
+        """The number of them that join each transfer."""
 
     async def run(self) -> None:
         """Receive what is offered, until cancelled."""
@@ -88,7 +88,7 @@ class ReceivesVersions(Protocol):
 
     @property
     def receiving_processes(self) -> int:
-        """How many there are."""
+        """Their number."""
 
     async def receive_version(self, offered: WeightsOffered, seconds: float, given_up: threading.Event) -> None:
         """Have them receive what is offered; returns when all of them have it. Ends soon after ``given_up`` is set or

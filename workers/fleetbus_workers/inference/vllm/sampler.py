@@ -69,7 +69,7 @@ class VllmSampler:
         self._loads = itertools.count(1)
         self._salt = "0"
         self._adapter: Any = None
-        self._adapters_in_use: Counter[Path] = Counter()
+        self._adapters_in_use: Counter[Path | None] = Counter()
         self._numbers = itertools.count()
         self._loading = anyio.Lock()
         self._died = anyio.Event()

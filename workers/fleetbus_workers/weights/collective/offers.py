@@ -76,7 +76,7 @@ class OfferFollower(ABC, Generic[T]):
         """Receive a version; ends soon after ``given_up`` is set. Raises `TransferFailed`."""
 
     async def _take_result(self, published: PolicyPublished) -> T | None:
-        """What came of a version of the log, once; None: nothing, or not all of it. Waits while it arrives."""
+        """The whole version of the log that came, once; None: nothing came, or not all of it. Waits while it arrives."""
         reception = self._find(published)
         if reception is None:
             return None
