@@ -289,7 +289,7 @@ async def test_a_full_disk_ends_what_runs_and_nothing_else(sandbox: None, copy: 
     toml = (OURS / "roman-numerals/task.toml").read_text().replace("storage_mb = 256", "storage_mb = 8")
     async with playing("sandbox", copy("roman-numerals", {"task.toml": toml})) as player:
         assert "the disk is full" in await player.run("for i in 1 2 3; do head -c 6000000 /dev/zero > $i; done")
-        assert await player.run(f"sleep {3 * sandbox_box.STORAGE_SECONDS}; rm 1 2 3; echo on") == "on"
+        assert await player.run(f"sleep {3 * sandbox_box.STORAGE_SECONDS}; rm -f 1 2 3; echo on") == "on"
 
 
 async def test_a_disk_that_is_full_takes_no_more_however_many_commands_are_run(
