@@ -62,7 +62,7 @@ PLANTS: dict[Plant, Found] = {
     episodes.conflict_taken_for_stored: Found(9, "a request is acked after its result"),
     episodes.deadline_ignored: Found(23, "an outcome by deadline and grace", "swarm"),
     episodes.drain_ignored: Found(1, "a drained worker leaves"),
-    episodes.bus_time_of_the_workers_own_clock: Found(2, "no fault ends a worker", "usual"),
+    episodes.bus_time_of_the_workers_own_clock: Found(9, "an observation is acked after its action", "swarm"),
     episodes.observation_expired_by_a_clock_that_was_set: Found(73, "every failure has a cause"),
     episodes.seed_of_the_first_turn: Found(1, "tokens are sampled upon the recorded history"),
     training.settled_as_of_the_checkpoint_instead_of_the_step: Found(6, "a checkpoint says what is settled", "usual"),
