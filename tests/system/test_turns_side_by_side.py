@@ -14,9 +14,10 @@ import msgspec
 import pytest
 
 from fleetbus.audit.run import audit_run
-from fleetbus.bus.base import StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.config.settings import EnvironmentSettings, EpisodeSettings, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.core.training.groups import Group
+from fleetbus.log.episodes import store_message
 from fleetbus.log.stored_entries import decode_one, read_stored
 from fleetbus_schemas import (
     Action,
@@ -30,9 +31,11 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
-from fleetbus_schemas.message import M
+from fleetbus_schemas.message import M, Message
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Ahead, Start, Step, Verdict
+from fleetbus_workers.environment.episode import policy_client
+from fleetbus_workers.environment.episode.ahead import SEND_SECONDS
 from fleetbus_workers.inference import observation_handler
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
@@ -286,6 +289,23 @@ async def test_turns_after_that_of_another_policy_are_sent_ahead_as_the_own_poli
         result = await fleet.result("e")
         ahead = {observation.seat for observation in await fleet.observations() if observation.ahead}
     assert (result.outcome, ahead) == ("completed", {"d"}), result.error
+
+
+async def test_an_answer_is_not_kept_by_a_log_that_takes_no_further_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full one, say: what could not be sent ahead is asked in its turn."""
+    expected = await play()
+
+    async def store(bus: LogBus, subject: str, message: Message) -> int:
+        if isinstance(message, Observation) and message.ahead:
+            await anyio.sleep_forever()
+        return await store_message(bus, subject, message)
+
+    monkeypatch.setattr(policy_client, "store_message", store)
+    played = await play()
+    assert (played.result.outcome, played.trained) == ("completed", expected.trained), played.result.error
+    assert played.seconds < TURNS * (SAMPLED_SECONDS + 0.5 + SEND_SECONDS)
 
 
 async def test_a_worker_of_an_earlier_version_that_was_not_heard_of_yet_stores_nothing_out_of_turn(

@@ -32,6 +32,10 @@ KNOWN_TEMPLATE_TOKENS = 64
 """More than a template writes around the messages of a turn; where prompts of the episode were seen, most of it is in their
 rate."""
 
+SEND_SECONDS = 2.0
+"""So long an answer that is there waits for what is being sent: a full log may take nothing for minutes. What was not sent by
+then is asked for in its turn."""
+
 MARGIN = 1.25
 """By so much more tokens a turn may have for its length than those before it."""
 
@@ -108,6 +112,7 @@ class AheadTurns:
                 self._is_answered = True
                 if self._waiting is not None:
                     self._waiting.cancel()
+                tasks.cancel_scope.deadline = anyio.current_time() + SEND_SECONDS
         else:
             answered = await client.ask(turn, messages, tools, tokens_left=tokens_left, placement=placement, seats=seats)
         self._learn(messages, tools, answered)
