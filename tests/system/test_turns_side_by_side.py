@@ -14,11 +14,10 @@ import msgspec
 import pytest
 
 from fleetbus.audit.run import audit_run
-from fleetbus.bus.base import LogBus, StreamEntry
+from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import EnvironmentSettings, EpisodeSettings, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.core.training.groups import Group
-from fleetbus.log.episodes import store_message
-from fleetbus.log.stored_entries import decode_one, read_stored
+from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import (
     Action,
     ChatMessage,
@@ -31,12 +30,9 @@ from fleetbus_schemas import (
     decode,
     encode,
 )
-from fleetbus_schemas.message import M, Message
+from fleetbus_schemas.message import M
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Ahead, Start, Step, Verdict
-from fleetbus_workers.environment.episode import policy_client
-from fleetbus_workers.environment.episode.ahead import SEND_SECONDS
-from fleetbus_workers.inference import observation_handler
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
@@ -275,52 +271,6 @@ async def test_turns_go_one_after_another_to_workers_that_do_not_take_them_ahead
         assert not fleet.beats["i1"].takes_ahead
         assert all(not observation.ahead for observation in await fleet.observations())
     assert (result.outcome, sampled["most"]) == ("completed", 1), result.error
-
-
-async def test_turns_after_that_of_another_policy_are_sent_ahead_as_the_own_policys_workers_take_them() -> None:
-    """Whatever those of the other policy do."""
-    settings = {"run": RunSettings(name=RUN, seats="b=other"), "environment": EnvironmentSettings(slots=8)}
-    async with small_deployment(build_configuration(limits=PATIENT, **settings)) as fleet:
-        members = [fleet.environment("e1", make=partial(Round, lambda _: None)), fleet.inference("i1", sampler=Slow())]
-        members += [fleet.inference("i2", sampler=Slow(), template=Rendering(), policy="other")]
-        await fleet.heard(*members)
-        await anyio.sleep(5)
-        await fleet.request("e", task=Task(key="task", prompt="play", config={"turns": TURNS}), sampling=MOVED)
-        result = await fleet.result("e")
-        ahead = {observation.seat for observation in await fleet.observations() if observation.ahead}
-    assert (result.outcome, ahead) == ("completed", {"d"}), result.error
-
-
-async def test_an_answer_is_not_kept_by_a_log_that_takes_no_further_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A full one, say: what could not be sent ahead is asked in its turn."""
-    expected = await play()
-
-    async def store(bus: LogBus, subject: str, message: Message) -> int:
-        if isinstance(message, Observation) and message.ahead:
-            await anyio.sleep_forever()
-        return await store_message(bus, subject, message)
-
-    monkeypatch.setattr(policy_client, "store_message", store)
-    played = await play()
-    assert (played.result.outcome, played.trained) == ("completed", expected.trained), played.result.error
-    assert played.seconds < TURNS * (SAMPLED_SECONDS + 0.5 + SEND_SECONDS)
-
-
-async def test_a_worker_of_an_earlier_version_that_was_not_heard_of_yet_stores_nothing_out_of_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It does not know that an observation is sent ahead, and expects the sequence that it carries."""
-    expected = await play()
-
-    def decode_as_before(kind: type[M], entry: StreamEntry) -> M:
-        decoded = decode_one(kind, entry)
-        return msgspec.structs.replace(decoded, ahead=0) if isinstance(decoded, Observation) else decoded
-
-    monkeypatch.setattr(observation_handler, "decode_one", decode_as_before)
-    played = await play()
-    assert (played.result.outcome, played.trained) == ("completed", expected.trained), played.result.error
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

@@ -25,16 +25,11 @@ from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.seats import EpisodeSeats
 from fleetbus_workers.environment.episode.segments import Placement
 from fleetbus_workers.environment.normalization import clip_messages
-from fleetbus_workers.environment.validation import validate_return
 
 TEMPLATE_TOKENS = 256
 KNOWN_TEMPLATE_TOKENS = 64
 """More than a template writes around the messages of a turn; where prompts of the episode were seen, most of it is in their
 rate."""
-
-SEND_SECONDS = 2.0
-"""So long an answer that is there waits for what is being sent: a full log may take nothing for minutes. What was not sent by
-then is asked for in its turn."""
 
 MARGIN = 1.25
 """By so much more tokens a turn may have for its length than those before it."""
@@ -101,7 +96,7 @@ class AheadTurns:
         """As `PolicyClient.ask`; meanwhile others that were told ahead are sent."""
         client = self._client
         self._drop_played(turn)
-        if (self._told or self._asks_ahead is not None) and seats.other is None and client.takes_ahead():
+        if (self._told or self._asks_ahead is not None) and client.takes_ahead and seats.other is None:
             if not client.has_sent(turn):
                 await client.send(turn, messages, tools, tokens_left=tokens_left, placement=placement, seats=seats)
             async with open_first_error_task_group() as tasks:
@@ -112,7 +107,6 @@ class AheadTurns:
                 self._is_answered = True
                 if self._waiting is not None:
                     self._waiting.cancel()
-                tasks.cancel_scope.deadline = anyio.current_time() + SEND_SECONDS
         else:
             answered = await client.ask(turn, messages, tools, tokens_left=tokens_left, placement=placement, seats=seats)
         self._learn(messages, tools, answered)
@@ -149,7 +143,6 @@ class AheadTurns:
         with anyio.CancelScope() as self._waiting:
             told = await self._asks_ahead.ask_ahead()
         if told is not None:
-            told = validate_return(Ahead, told, "ask_ahead", self._asks_ahead)
             self.tell((told,), turn)
         return told is not None
 
