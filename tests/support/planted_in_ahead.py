@@ -56,7 +56,7 @@ def answer_lost_in_a_takeover(patch: pytest.MonkeyPatch) -> None:
 def turn_before_not_awaited(patch: pytest.MonkeyPatch) -> None:
     """An Action is stored as soon as it is sampled."""
 
-    async def faulty(self: TurnOrder, observation: Observation, subject: str) -> int:
+    async def faulty(self: TurnOrder, observation: Observation, subject: str, *, longest_seconds: float = 0.0) -> int:
         return (await self._look(observation, subject))[0]
 
     patch.setattr(TurnOrder, "wait", faulty)

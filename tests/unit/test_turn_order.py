@@ -7,8 +7,10 @@ from collections import defaultdict
 import anyio
 import pytest
 
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
+from fleetbus.errors import RequestUnanswered
 from fleetbus_schemas import Action, Observation, Subjects, encode
 from fleetbus_workers.inference.turn_order import LONGEST_WAIT_SECONDS, OutOfTurn, TurnOrder, find_place
 from fleetbus_workers.up.process_plans import build_stream_plan
@@ -107,3 +109,27 @@ async def test_the_log_that_is_past_a_turn_refuses_it() -> None:
         await bus.publish(SUBJECT, encode(acted(2)))
         with pytest.raises(OutOfTurn, match="past turn 2"):
             await TurnOrder(bus, {}).wait(observed(2), SUBJECT)
+
+
+async def test_a_log_that_cannot_be_read_says_nothing_of_the_turn_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it is away: a sample that is given up then would be lost for nothing."""
+    async with MemoryServer().connect("small", worker="w") as bus:
+        await declare(bus)
+        is_away, last, found = True, MemoryBus.last, []
+
+        async def read(self: MemoryBus, subject: str) -> StreamEntry | None:
+            if is_away:
+                raise RequestUnanswered("away")
+            return await last(self, subject)
+
+        monkeypatch.setattr(MemoryBus, "last", read)
+        async with anyio.create_task_group() as group:
+
+            async def wait() -> None:
+                found.append(await TurnOrder(bus, {}).wait(observed(2), SUBJECT))
+
+            group.start_soon(wait)
+            await anyio.sleep(3 * LONGEST_WAIT_SECONDS)
+            stored = await bus.publish(SUBJECT, encode(acted(1)))
+            is_away = False
+        assert found == [stored.sequence]

@@ -14,13 +14,13 @@ import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Delivery, LogBus
+from fleetbus.bus.base import Delivery, LogBus, StreamEntry
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS
 from fleetbus.concurrency.deadlines import Deadlines
 from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.core.episode.history import shift_images
 from fleetbus.delivery.leases import Leases
-from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict
+from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
 from fleetbus.log.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.log.stored_entries import decode_one
 from fleetbus.logs.trace_context import name_episode
@@ -52,7 +52,7 @@ from fleetbus_workers.inference.history_cache import History, HistoryCache, Hist
 from fleetbus_workers.inference.pinned_versions import HoldsVersions, wait_for_version
 from fleetbus_workers.inference.rendered_history import count_shared
 from fleetbus_workers.inference.stops import end_at_stop
-from fleetbus_workers.inference.turn_order import OutOfTurn, TurnOrder
+from fleetbus_workers.inference.turn_order import LONGEST_WAIT_IN_SLOT_SECONDS, LONGEST_WAIT_SECONDS, OutOfTurn, TurnOrder
 from fleetbus_workers.inference.turn_rules import (
     VersionSuperseded,
     check_pinned_version,
@@ -60,6 +60,7 @@ from fleetbus_workers.inference.turn_rules import (
     describe_lack_of_room,
     find_lack_of_room,
 )
+from fleetbus_workers.inference.waiting_turns import WaitingTurns
 
 PROBLEM_CHARS = 500
 """Of a problem that heartbeats tell."""
@@ -105,6 +106,7 @@ class ObservationHandler:
         self._busy: dict[str, dict[str, Observation]] = {}
         """By turn in work its observations by lease, in order: one, and those that were routed again."""
         self._order = TurnOrder(bus, self._busy)
+        self._waiting_turns = WaitingTurns()
         self._expected_sequence = math.inf
         self._version_loaded = anyio.Event()
         self._now = get_clock()
@@ -123,6 +125,14 @@ class ObservationHandler:
     def turns(self) -> tuple[str, ...]:
         """Turns in work, as ``episode.attempt.turn``."""
         return tuple(self._busy)
+
+    async def run(self) -> None:
+        """Run the turns that wait for others beside the slots, until cancelled."""
+        await self._waiting_turns.run()
+
+    async def wait_until_idle(self) -> None:
+        """Return when no turn waits outside the slots."""
+        await self._waiting_turns.wait_until_idle()
 
     def expect_version(self, sequence: int) -> None:
         """A version that was published at this position of the log is about to be loaded: episodes that were asked for after
@@ -152,6 +162,14 @@ class ObservationHandler:
             self._busy[turn].setdefault(lease, observation)
             return
         waiting = self._busy[turn] = {lease: observation}
+        if observation.ahead:
+            await self._waiting_turns.start(turn, self._handle_turn, turn, waiting)
+        else:
+            await self._handle_turn(turn, waiting)
+
+    async def _handle_turn(self, turn: str, waiting: dict[str, Observation]) -> None:
+        """Handle a turn to its end."""
+        observation = next(iter(waiting.values()))
         try:
             structlog.contextvars.bind_contextvars(
                 **name_episode(observation), attempt=observation.attempt, turn=observation.turn
@@ -364,7 +382,7 @@ class ObservationHandler:
             payload = encode(self._build_failed_action(observation, "oversized", malformed.reason), subject=subject)
         while True:
             try:
-                expected = await self._order.wait(observation, subject) if observation.ahead else observation.action_sequence
+                expected = await self._wait_for_turn(observation, subject) if observation.ahead else observation.action_sequence
                 await self._bus.publish(subject, payload, expected_last=expected)
                 return True
             except OutOfTurn:
@@ -380,16 +398,31 @@ class ObservationHandler:
                 log.warning("action publish failed; retrying", reason=str(error))
                 await anyio.sleep(RETRY_SECONDS)
 
+    async def _wait_for_turn(self, observation: Observation, subject: str) -> int:
+        """See `TurnOrder.wait`. It takes no slot, as long as others do not wait by the hundred."""
+        has_slot = not self._waiting_turns.leave_slot(f"{observation.episode_id}.{observation.attempt}.{observation.turn}")
+        longest_seconds = LONGEST_WAIT_IN_SLOT_SECONDS if has_slot else LONGEST_WAIT_SECONDS
+        return await self._order.wait(observation, subject, longest_seconds=longest_seconds)
+
     async def _confirm_stored(self, subject: str, action: Action) -> bool:
         """True if the stored Action is this worker's own, from a publish whose acknowledgement was lost; else forget the
         segment's history, which another worker's Action continues."""
-        stored = await self._bus.last(subject)
+        stored = await self._read_last(subject)
         for _, stored_action in decode_entries(Action, [stored] if stored is not None else []):
             if msgspec.structs.asdict(stored_action) == msgspec.structs.asdict(action):
                 return True
         self._histories.forget(name_history(action.episode_id, action.segment))
         self._sampler.forget(action.episode_id)
         return False
+
+    async def _read_last(self, subject: str) -> StreamEntry | None:
+        """The last entry, however long the log cannot be read: left to its lease, the observation would count as above."""
+        while True:
+            try:
+                return await self._bus.last(subject)
+            except RequestUnanswered as unanswered:
+                log.warning("log read failed; retrying", subject=subject, reason=str(unanswered))
+                await anyio.sleep(RETRY_SECONDS)
 
     def _build_failed_action(self, observation: Observation, error_class: str, error: str) -> Action:
         self._counters[f"failed_{error_class}"] += 1

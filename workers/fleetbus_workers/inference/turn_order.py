@@ -18,12 +18,15 @@ from fleetbus.errors import RequestUnanswered
 from fleetbus.log.episodes import decode_entries
 from fleetbus_schemas import Action, Observation
 
-LONGEST_WAIT_SECONDS = 60.0
-"""For a turn before that nobody samples here: another worker may take so long, and the slot that is kept may be what it
-needs."""
+LONGEST_WAIT_SECONDS = 300.0
+"""For a turn before that nobody samples here, of a log that can be read: another worker may take so long."""
+
+LONGEST_WAIT_IN_SLOT_SECONDS = 60.0
+"""The same while a slot is kept for it, which may be what the turn before needs."""
 
 PAUSE_SECONDS = 0.1
-"""Between looks for it."""
+LONGEST_PAUSE_SECONDS = 0.4
+"""Between looks for it, first and later."""
 
 Place = Literal["early", "due", "past"]
 
@@ -55,10 +58,11 @@ class TurnOrder:
         if (ended := self._awaited.pop(turn, None)) is not None:
             ended.set()
 
-    async def wait(self, observation: Observation, subject: str) -> int:
-        """The sequence that an Action of this turn, which was asked for ahead, expects on its subject. Raises `OutOfTurn`."""
+    async def wait(self, observation: Observation, subject: str, *, longest_seconds: float = LONGEST_WAIT_SECONDS) -> int:
+        """The sequence that an Action of this turn, which was asked for ahead, expects on its subject. Raises `OutOfTurn`. The
+        caller's scope ends it where the log cannot be read: nothing is known then."""
         before = f"{observation.episode_id}.{observation.attempt}.{observation.turn - 1}"
-        give_up_at = math.inf
+        give_up_at, pause = math.inf, PAUSE_SECONDS
         while True:
             ended = self._awaited.setdefault(before, anyio.Event()) if before in self._busy else None
             sequence, place = await self._look(observation, subject)
@@ -67,19 +71,21 @@ class TurnOrder:
             if place == "past":
                 raise OutOfTurn(f"the log is past turn {observation.turn} of attempt {observation.attempt}")
             if ended is not None:
-                give_up_at = math.inf
+                give_up_at, pause = math.inf, PAUSE_SECONDS
                 await ended.wait()
                 continue
-            give_up_at = min(give_up_at, self._now() + LONGEST_WAIT_SECONDS)
+            give_up_at = min(give_up_at, self._now() + longest_seconds) if place == "early" else math.inf
             if self._now() >= give_up_at:
                 raise OutOfTurn(f"turn {observation.turn - 1} is not answered, and is not in work here")
-            await anyio.sleep(PAUSE_SECONDS)
+            await anyio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    async def _look(self, observation: Observation, subject: str) -> tuple[int, Place]:
+    async def _look(self, observation: Observation, subject: str) -> tuple[int, Place | None]:
+        """The last sequence on the subject, and the place of the turn after it; None if the log could not be read."""
         try:
             stored = await self._bus.last(subject)
         except RequestUnanswered:
-            return 0, "early"
+            return 0, None
         found = decode_entries(Action, [stored] if stored is not None else [])
         action = found[0][1] if found else None
         return stored.sequence if stored is not None else 0, find_place(observation, action)
