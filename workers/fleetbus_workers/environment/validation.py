@@ -15,7 +15,7 @@ from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
 from fleetbus_schemas.chat import Role
 from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_schemas.subjects import is_name
-from fleetbus_workers.environment.base import Ahead, Start, Step, Verdict
+from fleetbus_workers.environment.base import Ahead, Start, Step, TurnLimits, Verdict
 from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.normalization import to_plain_number
 
@@ -36,7 +36,7 @@ class InvalidReturn(TypeError):
 
 
 def validate_return(kind: type[T], value: object, call: str, environment: object = None) -> T:
-    """Validate what ``call`` of ``environment`` returned, with plain numbers. ``kind``: `Start`, `Step`, `Verdict` or dict.
+    """Validate what ``call`` of ``environment`` returned, with plain numbers; ``kind``: `Start`, `Step`, `Ahead`, `Verdict`, dict.
 
     Numbers stay NaN or infinite if they are: what that means is the caller's to say. Raises `InvalidReturn`.
     """
@@ -99,7 +99,7 @@ def _validate(kind: type[T], value: object, call: str) -> T:
             }
             _check_info(value.info, "Step.info")
             if value.context is not None:
-                _check_context(value.context, value)
+                _check_context(value.context, "Step", has_messages=bool(messages or value.terminated or value.truncated))
         case Verdict():
             changed = {
                 "reward": None if value.reward is None else _check_number(value.reward, "Verdict.reward"),
@@ -109,6 +109,8 @@ def _validate(kind: type[T], value: object, call: str) -> T:
             for name in ("reason", "transcript"):
                 if not isinstance(getattr(value, name), str):
                     raise InvalidReturn(f"Verdict.{name} must be text, not {_describe(getattr(value, name))}")
+        case Ahead():
+            return cast("T", _check_told(value, call))
         case _:
             return value
     return cast("T", msgspec.structs.replace(value, **changed))
@@ -154,33 +156,38 @@ def _check_fields(value: object, kind: type, where: str) -> None:
         raise InvalidReturn(f"{where}: {error}") from None
 
 
-def _check_context(change: object, step: Step) -> None:
+def _check_context(change: object, where: str, *, has_messages: bool) -> None:
     if not isinstance(change, ContextChange):
-        raise InvalidReturn(f"Step.context must be a ContextChange, not {_describe(change)}")
-    _check_fields(change, ContextChange, "Step.context")
+        raise InvalidReturn(f"{where}.context must be a ContextChange, not {_describe(change)}")
+    _check_fields(change, ContextChange, f"{where}.context")
     if change.keep_turns < 0:
-        raise InvalidReturn(f"Step.context.keep_turns is {change.keep_turns}; it must be 0 or more")
+        raise InvalidReturn(f"{where}.context.keep_turns is {change.keep_turns}; it must be 0 or more")
     if change.keep_turns and change.resume is not None:
-        raise InvalidReturn("Step.context has keep_turns and resume; a context continues in one way")
+        raise InvalidReturn(f"{where}.context has keep_turns and resume; a context continues in one way")
     begins_prompt = not change.keep_turns and change.resume is None
     if change.tools and not begins_prompt:
-        raise InvalidReturn("Step.context.tools come with a new prompt only: keep_turns = 0, and no resume")
-    if begins_prompt and not (step.messages or step.terminated or step.truncated):
-        raise InvalidReturn("Step.context begins a new prompt, and Step.messages are empty")
+        raise InvalidReturn(f"{where}.context.tools come with a new prompt only: keep_turns = 0, and no resume")
+    if begins_prompt and not has_messages:
+        raise InvalidReturn(f"{where}.context begins a new prompt, and {where}.messages are empty")
 
 
 def _check_ahead(ahead: object, where: str) -> tuple[Ahead, ...]:
     if isinstance(ahead, (str, bytes, Mapping)) or not isinstance(ahead, Iterable):
         raise InvalidReturn(f"{where} must be a tuple of Ahead, not {_describe(ahead)}")
-    checked = []
-    for index, told in enumerate(ahead):
-        if not isinstance(told, Ahead):
-            raise InvalidReturn(f"{where}[{index}] must be an Ahead, not {_describe(told)}")
-        place = f"{where}[{index}]"
-        _check_seat(told.seat, f"{place}.seat")
-        messages, tools = check_messages(told.messages, f"{place}.messages"), _check_tools(told.tools, f"{place}.tools")
-        checked.append(msgspec.structs.replace(told, messages=messages, tools=tools))
-    return tuple(checked)
+    return tuple(_check_told(told, f"{where}[{index}]") for index, told in enumerate(ahead))
+
+
+def _check_told(told: object, where: str) -> Ahead:
+    if not isinstance(told, Ahead):
+        raise InvalidReturn(f"{where} must be an Ahead, not {_describe(told)}")
+    _check_seat(told.seat, f"{where}.seat")
+    messages, tools = check_messages(told.messages, f"{where}.messages"), _check_tools(told.tools, f"{where}.tools")
+    if told.context is not None:
+        _check_context(told.context, where, has_messages=bool(messages))
+    if not isinstance(told.limits, TurnLimits):
+        raise InvalidReturn(f"{where}.limits must be TurnLimits, not {_describe(told.limits)}")
+    _check_fields(told.limits, TurnLimits, f"{where}.limits")
+    return msgspec.structs.replace(told, messages=messages, tools=tools)
 
 
 def _check_number(value: Any, where: str) -> float:

@@ -25,6 +25,7 @@ from fleetbus_workers.environment.episode.policy_client import PolicyClient
 from fleetbus_workers.environment.episode.seats import EpisodeSeats
 from fleetbus_workers.environment.episode.segments import Placement
 from fleetbus_workers.environment.normalization import clip_messages
+from fleetbus_workers.environment.validation import validate_return
 
 TEMPLATE_TOKENS = 256
 KNOWN_TEMPLATE_TOKENS = 64
@@ -143,6 +144,7 @@ class AheadTurns:
         with anyio.CancelScope() as self._waiting:
             told = await self._asks_ahead.ask_ahead()
         if told is not None:
+            told = validate_return(Ahead, told, "ask_ahead", self._asks_ahead)
             self.tell((told,), turn)
         return told is not None
 

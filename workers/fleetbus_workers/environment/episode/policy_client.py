@@ -203,9 +203,6 @@ class PolicyClient:
             return self._await_answer(observation, self._choose_lane())
         if sent.lane != ANY_LANE:
             self._lane, self._worker = sent.lane, sent.worker
-        if self._answer is None and Placement.of(observation) != Placement.of(sent.observation):
-            # a segment began that nobody foresaw
-            return self._await_answer(msgspec.structs.replace(observation, hop=1), self._choose_lane())
         return self._await_answer(observation, sent.lane, sent.sequence)
 
     async def send(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from fleetbus.core.episode.history import Turn
 from fleetbus_schemas import Observation
+from fleetbus_workers.environment.episode.segments import Placement
 from fleetbus_workers.environment.episode.stages import EpisodeEnded
 
 
@@ -42,8 +43,12 @@ class SentAhead:
         """A turn as it was sent, and the answer to it, as far as there are any: it is waited for from now on, as
         ``observation`` asks for it. Raises `EpisodeEnded` if that is something else."""
         sent, answer = self._sent.pop(observation.turn, None), self._early.pop(observation.turn, None)
-        if sent is not None and _list_asked(sent.observation) != _list_asked(observation):
+        if sent is None:
+            return None, None
+        if _list_asked(sent.observation) != _list_asked(observation):
             raise EpisodeEnded("env_failed", "told_ahead", f"turn {observation.turn} shows something else than was told ahead")
+        if Placement.of(sent.observation) != Placement.of(observation):  # it is sampled upon the other one, or was already
+            raise EpisodeEnded("env_failed", "told_ahead", f"turn {observation.turn} is not in the context that was told ahead")
         return sent, answer
 
 
