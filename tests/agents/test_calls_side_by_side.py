@@ -160,6 +160,52 @@ async def test_the_end_of_a_session_answers_the_calls_that_were_told_ahead_too(i
     assert all(call.answer is not None for call in calls)
 
 
+async def test_a_call_that_a_session_answers_at_its_end_keeps_the_limits_that_it_was_told_with() -> None:
+    """With others its turn would be something else than was told, and end the episode."""
+    session = AgentSession(key="k")
+    conversations = Conversations(session)
+    for number in range(2):
+        call = AgentCall(messages=(ChatMessage(role="user", content=f"task {number}"),), max_tokens=3, stop=("x",))
+        session.enter(call, str(number), repetition=False).waiters += 1
+    await conversations.receive_call()
+    told = await conversations.receive_ahead()
+    session.end()
+    conversations.answer(act(0))
+    await conversations.receive_call()
+    assert told is not None and told.limits == conversations.turn_limits
+    assert told.limits.max_tokens == 3
+
+
+async def test_calls_that_were_told_ahead_are_not_played_when_their_agent_has_ended() -> None:
+    session = AgentSession(key="k")
+    conversations = Conversations(session)
+    for number in range(3):
+        ask(session, f"task {number}").waiters += 1
+    await conversations.receive_call()
+    assert await conversations.receive_ahead() is not None
+    session.conclude()
+    conversations.answer(act(0))
+    assert await conversations.receive_call() is None
+
+
+async def test_a_call_whose_client_went_away_while_it_had_to_wait_is_not_played() -> None:
+    session = AgentSession(key="k")
+    conversations = Conversations(session)
+    ask(session, "task").waiters += 1
+    await conversations.receive_call()
+    conversations.answer(act(0))
+    going_on = [ask(session, "task", "answer 0", text) for text in ("left", "right", "straight")]
+    for call in going_on:
+        call.waiters += 1
+    await conversations.receive_call()
+    assert await conversations.receive_ahead() is None, "it continues what the one in play continues"
+    going_on[1].waiters = 0
+    conversations.answer(act(1))
+    attached = await conversations.receive_call()
+    assert attached is not None and attached.messages[-1].content == "straight"
+    assert ask(session, "task", "answer 0", "right") is not going_on[1], "a repetition of it is a call of its own"
+
+
 async def play(config: dict[str, object], *, turns_at_once: int = 8) -> tuple[EpisodeFinished, list[Observation], list[Action]]:
     environment = EnvironmentSettings(agent_reward_url=True)
     make = build_environment_factory(

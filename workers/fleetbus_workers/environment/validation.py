@@ -36,7 +36,7 @@ class InvalidReturn(TypeError):
 
 
 def validate_return(kind: type[T], value: object, call: str, environment: object = None) -> T:
-    """Validate what ``call`` of ``environment`` returned, with plain numbers; ``kind``: `Start`, `Step`, `Ahead`, `Verdict`, dict.
+    """Validate what ``call`` of ``environment`` returned, with plain numbers. ``kind``: that of the protocol, or dict.
 
     Numbers stay NaN or infinite if they are: what that means is the caller's to say. Raises `InvalidReturn`.
     """

@@ -34,15 +34,17 @@ log = structlog.get_logger(__name__)
 
 
 class _Call(NamedTuple):
-    """A call with its place, before it is in play."""
+    """A call with its place, before it is in play. ``asked`` is kept beside ``pending``, which forgets it with its answer: that
+    of a session that ends comes before it is in play."""
 
     pending: PendingCall
+    asked: AgentCall
     attached: Attachment
     seat: str
 
     @property
     def limits(self) -> TurnLimits:
-        return TurnLimits(max_tokens=self.pending.call.max_tokens, stop=self.pending.call.stop)
+        return TurnLimits(max_tokens=self.asked.max_tokens, stop=self.asked.stop)
 
 
 class Conversations:
@@ -97,13 +99,13 @@ class Conversations:
 
     async def receive_call(self) -> Attachment | None:
         """The next call that can be played; others are refused. Answer it with `answer`. None when the agent has ended."""
-        call = self._next.popleft() if self._next else await self._next_call()
+        is_told = self._next and not self._session.concluded.is_set()  # of an agent that has ended nobody waits for those
+        call = self._next.popleft() if is_told else await self._next_call()
         if call is None:
             return None
-        pending = call.pending
-        self._pending, self._formats, self.seat = pending, pending.call.formats, call.seat
+        self._pending, self._formats, self.seat = call.pending, call.asked.formats, call.seat
         self.turn_limits = call.limits
-        self._enter(call.attached, pending.call.max_tokens)
+        self._enter(call.attached, call.asked.max_tokens)
         return call.attached
 
     async def receive_ahead(self) -> Ahead | None:
@@ -130,22 +132,24 @@ class Conversations:
             except AgentEnded:
                 return None
             try:
-                seat = self._choose_seat(pending.call.model)
-                if is_ahead and self._paths.continues_open(pending.call.messages, pending.call.tools, seat):
+                asked = pending.call
+                seat = self._choose_seat(asked.model)
+                if is_ahead and self._paths.continues_open(asked.messages, asked.tools, seat):
                     self._held = pending
                     return None
-                attached = self._paths.attach(pending.call.messages, pending.call.tools, seat)
+                attached = self._paths.attach(asked.messages, asked.tools, seat)
             except InvalidCall as invalid:
                 log.warning("agent call is invalid; refusing it", reason=str(invalid))
                 pending.set_answer(invalid)
                 continue
             self._seats.add(seat)
-            return _Call(pending, attached, seat)
+            return _Call(pending, asked, attached, seat)
 
     async def _take_call(self) -> PendingCall:
         """Raises `AgentEnded`."""
         held, self._held = self._held, None
-        return held if held is not None and not self._session.concluded.is_set() else await self._session.next_call()
+        is_wanted = held is not None and not self._session.concluded.is_set() and self._session.is_wanted(held)
+        return held if held is not None and is_wanted else await self._session.next_call()
 
     def restore_call(self, observed: Observation, *, own_stops: Sequence[str] = ()) -> Attachment:
         """The same for a call of which only the log is left: it is where its observation says. ``own_stops`` are the episode's:

@@ -226,12 +226,20 @@ class AgentSession:
                 await self._changed.wait()
                 continue
             pending = self._waiting.popleft()
-            if pending.waiters:
+            if self.is_wanted(pending):
                 self._taken = [*(taken for taken in self._taken if taken.answer is None), pending]
                 return pending
-            if self._remembered.get(pending.digest) is pending:
-                del self._remembered[pending.digest]  # a repetition of it would wait for ever
         raise AgentEnded
+
+    def is_wanted(self, pending: PendingCall) -> bool:
+        """True if somebody waits for a call that is not in play yet; else it is forgotten: a repetition of it would wait for
+        ever."""
+        if pending.waiters:
+            return True
+        pending.set_answer(SessionMoved(MOVED))
+        if self._remembered.get(pending.digest) is pending:
+            del self._remembered[pending.digest]
+        return False
 
     def conclude(self) -> None:
         """The agent has ended: nobody waits for a call of it any more."""
