@@ -17,7 +17,7 @@ from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import StreamEntry
 from fleetbus.config.settings import EnvironmentSettings, EpisodeSettings, EvaluationSettings, LearnerSettings, RunSettings
 from fleetbus.core.training.groups import Group
-from fleetbus.log.stored_entries import read_stored
+from fleetbus.log.stored_entries import decode_one, read_stored
 from fleetbus_schemas import (
     Action,
     ChatMessage,
@@ -33,6 +33,7 @@ from fleetbus_schemas import (
 from fleetbus_schemas.message import M
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Ahead, Start, Step, Verdict
+from fleetbus_workers.inference import observation_handler
 from fleetbus_workers.inference.base import Generation, GenerationRequest
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.batches import CreditPlan, read_sequences
@@ -271,6 +272,21 @@ async def test_turns_go_one_after_another_to_workers_that_do_not_take_them_ahead
         assert not fleet.beats["i1"].takes_ahead
         assert all(not observation.ahead for observation in await fleet.observations())
     assert (result.outcome, sampled["most"]) == ("completed", 1), result.error
+
+
+async def test_a_worker_of_an_earlier_version_that_was_not_heard_of_yet_stores_nothing_out_of_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not know that an observation is sent ahead, and expects the sequence that it carries."""
+    expected = await play()
+
+    def decode_as_before(kind: type[M], entry: StreamEntry) -> M:
+        decoded = decode_one(kind, entry)
+        return msgspec.structs.replace(decoded, ahead=0) if isinstance(decoded, Observation) else decoded
+
+    monkeypatch.setattr(observation_handler, "decode_one", decode_as_before)
+    played = await play()
+    assert (played.result.outcome, played.trained) == ("completed", expected.trained), played.result.error
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

@@ -97,7 +97,7 @@ class AheadTurns:
         """As `PolicyClient.ask`; meanwhile others that were told ahead are sent."""
         client = self._client
         self._drop_played(turn)
-        if (self._told or self._asks_ahead is not None) and client.takes_ahead and seats.other is None:
+        if (self._told or self._asks_ahead is not None) and seats.other is None and client.takes_ahead():
             if not client.has_sent(turn):
                 await client.send(turn, messages, tools, tokens_left=tokens_left, placement=placement, seats=seats)
             async with open_first_error_task_group() as tasks:

@@ -38,6 +38,9 @@ MAX_CHECK_INTERVAL_SECONDS = 10.0
 MOST_DOUBLINGS = 20
 """Of the pause between checks: an episode may wait for hours, and its pause stays a number."""
 
+NO_SEQUENCE = 1 << 62
+"""Expected before the Action of a turn that is sent ahead: a worker that does not know of such turns is refused it."""
+
 CHECKS_OF_QUEUE = 4
 """Before this many checks it is not checked whether an observation for any worker still waits: it costs the server two
 answers."""
@@ -225,6 +228,7 @@ class PolicyClient:
                 seat=ahead.seat,
                 sampling=ahead.limits.apply(self._request.sampling),
                 tokens_left=tokens_left,
+                action_sequence=NO_SEQUENCE,
                 ahead=turn - self._expected,
             )
         if self._sent is None:
@@ -240,9 +244,10 @@ class PolicyClient:
         """True if that turn was sent, and not asked for yet."""
         return self._sent is not None and turn in self._sent
 
-    @property
     def takes_ahead(self) -> bool:
-        """True if whoever is asked next answers turns that are sent ahead."""
+        """True if whoever is asked next, for the episode's own policy, answers turns that are sent ahead."""
+        if self.policy != self._request.policy:
+            self._turn_to(self._request.policy)
         return self._lane_status.takes_ahead(self._choose_lane(), self.policy)
 
     def _choose_lane(self) -> str:
