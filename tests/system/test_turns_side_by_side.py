@@ -274,6 +274,20 @@ async def test_turns_go_one_after_another_to_workers_that_do_not_take_them_ahead
     assert (result.outcome, sampled["most"]) == ("completed", 1), result.error
 
 
+async def test_turns_after_that_of_another_policy_are_sent_ahead_as_the_own_policys_workers_take_them() -> None:
+    """Whatever those of the other policy do."""
+    settings = {"run": RunSettings(name=RUN, seats="b=other"), "environment": EnvironmentSettings(slots=8)}
+    async with small_deployment(build_configuration(limits=PATIENT, **settings)) as fleet:
+        members = [fleet.environment("e1", make=partial(Round, lambda _: None)), fleet.inference("i1", sampler=Slow())]
+        members += [fleet.inference("i2", sampler=Slow(), template=Rendering(), policy="other")]
+        await fleet.heard(*members)
+        await anyio.sleep(5)
+        await fleet.request("e", task=Task(key="task", prompt="play", config={"turns": TURNS}), sampling=MOVED)
+        result = await fleet.result("e")
+        ahead = {observation.seat for observation in await fleet.observations() if observation.ahead}
+    assert (result.outcome, ahead) == ("completed", {"d"}), result.error
+
+
 async def test_a_worker_of_an_earlier_version_that_was_not_heard_of_yet_stores_nothing_out_of_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
