@@ -4,6 +4,7 @@ on, and asks others' workers."""
 from __future__ import annotations
 
 import anyio
+import pytest
 
 from fleetbus.client.sessions import sessions
 from fleetbus_schemas import Heartbeat, SessionAnswer, SessionCall, SessionClaimed, SessionRecorded, decode, encode
@@ -53,6 +54,7 @@ async def test_an_answer_that_is_none_to_the_close_of_an_idle_session_ends_no_ga
                 assert await wire.call(session, "close") == {"closed": True}
 
 
+@pytest.mark.integration
 async def test_an_answer_in_the_name_of_another_session_leads_no_calls_of_that_one_astray() -> None:
     """In the journal of that session nothing would tell of it."""
     task, led = build_task(TASK), SessionAnswer(session="other", key="k", number=0, worker="bad")

@@ -1,7 +1,6 @@
 """One fully filled example per message: every field, also of nested parts, differs from its default.
 
-The golden bytes are made from these (`just golden`). Add fields here when messages gain them; change nothing else.
-"""
+The golden bytes are made from these (`just golden`). Add fields here when messages gain them; change nothing else."""
 
 from __future__ import annotations
 

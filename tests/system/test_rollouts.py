@@ -13,7 +13,7 @@ from fleetbus_schemas import Action, ContextChange, EpisodeFinished, SessionAnsw
 from fleetbus_schemas.tokens import unpack_ids
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
-from fleetbus_workers.environment.episode import runner
+from fleetbus_workers.environment.episode import result
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence
 from fleetbus_workers.learner.leaves import list_leaves, split_sequence
 from tests.support.small_deployment import small_deployment
@@ -113,7 +113,7 @@ async def test_a_failed_environment_is_no_reward_of_zero() -> None:
 
 
 async def test_an_episode_whose_result_does_not_fit_its_actions_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "pack_mask", lambda mask: b"\xff" * ((len(mask) + 7) // 8))
+    monkeypatch.setattr(result, "pack_mask", lambda mask: b"\xff" * ((len(mask) + 7) // 8))
     with anyio.fail_after(1000):
         async with small_deployment() as fleet:
             fleet.environment("e1")

@@ -1,42 +1,28 @@
 """One Observation becomes one Action: history, template delta, sampling, storing (docs/concepts/delivery.md, rules 4, 5, 9).
 
-The Action expects the sequence that its Observation carries, or that of the turn before it (`TurnOrder`), so the server stores
-one per turn, that of the first to answer.
 The Observation is acked only when an Action for its turn stands in the log, or when no worker waits for one any more.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import nullcontext
 
 import anyio
 import msgspec
 import structlog
 
-from fleetbus.bus.base import Delivery, LogBus, StreamEntry
+from fleetbus.bus.base import Delivery, LogBus
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS
 from fleetbus.concurrency.deadlines import Deadlines
 from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.core.episode.history import shift_images
 from fleetbus.delivery.leases import Leases
-from fleetbus.errors import LogFull, PublishUnanswered, RequestUnanswered, SequenceConflict
-from fleetbus.log.episodes import RETRY_SECONDS, decode_entries
 from fleetbus.log.stored_entries import decode_one
 from fleetbus.logs.trace_context import name_episode
-from fleetbus_schemas import (
-    NEW_ROOT,
-    Action,
-    ChatMessage,
-    MalformedMessage,
-    Observation,
-    SegmentOrigin,
-    ShownImage,
-    Subjects,
-    encode,
-)
+from fleetbus_schemas import Action, ChatMessage, MalformedMessage, Observation, ShownImage, Subjects, encode
 from fleetbus_schemas.tokens import extend_history, pack_ids, pack_logprobs
 from fleetbus_workers.images.reader import ImageFailed, ImageNotFetched
+from fleetbus_workers.inference.action_store import ActionStore
 from fleetbus_workers.inference.base import (
     EngineFailed,
     Generation,
@@ -50,9 +36,8 @@ from fleetbus_workers.inference.base import (
 )
 from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
 from fleetbus_workers.inference.pinned_versions import HoldsVersions, wait_for_version
-from fleetbus_workers.inference.rendered_history import count_shared
+from fleetbus_workers.inference.rendered_history import render_conversation
 from fleetbus_workers.inference.stops import end_at_stop
-from fleetbus_workers.inference.turn_order import LONGEST_WAIT_IN_SLOT_SECONDS, LONGEST_WAIT_SECONDS, OutOfTurn, TurnOrder
 from fleetbus_workers.inference.turn_rules import (
     VersionSuperseded,
     check_pinned_version,
@@ -60,7 +45,6 @@ from fleetbus_workers.inference.turn_rules import (
     describe_lack_of_room,
     find_lack_of_room,
 )
-from fleetbus_workers.inference.waiting_turns import WaitingTurns
 
 PROBLEM_CHARS = 500
 """Of a problem that heartbeats tell."""
@@ -105,8 +89,8 @@ class ObservationHandler:
         self._histories = HistoryCache(bus, subjects, with_messages=template.renders_history)
         self._busy: dict[str, dict[str, Observation]] = {}
         """By turn in work its observations by lease, in order: one, and those that were routed again."""
-        self._order = TurnOrder(bus, self._busy)
-        self._waiting_turns = WaitingTurns()
+        self.actions = ActionStore(bus, self._busy, counters, self._forget_history)
+        """Its `ActionStore.run` runs beside this."""
         self._expected_sequence = math.inf
         self._version_loaded = anyio.Event()
         self._now = get_clock()
@@ -125,14 +109,6 @@ class ObservationHandler:
     def turns(self) -> tuple[str, ...]:
         """Turns in work, as ``episode.attempt.turn``."""
         return tuple(self._busy)
-
-    async def run(self) -> None:
-        """Run the turns that wait for others beside the slots, until cancelled."""
-        await self._waiting_turns.run()
-
-    async def wait_until_idle(self) -> None:
-        """Return when no turn waits outside the slots."""
-        await self._waiting_turns.wait_until_idle()
 
     def expect_version(self, sequence: int) -> None:
         """A version that was published at this position of the log is about to be loaded: episodes that were asked for after
@@ -163,7 +139,7 @@ class ObservationHandler:
             return
         waiting = self._busy[turn] = {lease: observation}
         if observation.ahead:
-            await self._waiting_turns.start(turn, self._handle_turn, turn, waiting)
+            await self.actions.start(turn, self._handle_turn, turn, waiting)
         else:
             await self._handle_turn(turn, waiting)
 
@@ -181,7 +157,7 @@ class ObservationHandler:
             log.warning("engine failed; leaving the observation to another worker", reason=str(failed))
         finally:
             del self._busy[turn]
-            self._order.end(turn)
+            self.actions.end(turn)
             for lease in waiting:
                 self._leases.take(lease)
             structlog.contextvars.unbind_contextvars("episode", "deadline_ns", "attempt", "turn")  # the task is used again
@@ -257,7 +233,7 @@ class ObservationHandler:
         try:
             rendered: list[int] | None = None
             if self._template.renders_history:
-                observation, rendered = self._render_conversation(observation, history, conversation)
+                observation, rendered = render_conversation(self._template, observation, history, conversation)
             if observation.origin is not None:
                 history, repeated = history.leave(observation.origin)
             if rendered is not None:
@@ -322,23 +298,6 @@ class ObservationHandler:
             seconds_generating=round(self._now() - started, 6),
         )
 
-    def _render_conversation(
-        self, observation: Observation, history: History, conversation: Sequence[ChatMessage]
-    ) -> tuple[Observation, list[int]]:
-        """The whole prompt as the template writes it; where it is not the history and more, a segment of this worker's own
-        begins with it."""
-        if observation.origin is not None and observation.origin.reason != "seat":
-            raise RequestRefused("inference.reasoning = template renders the whole conversation, and a part of it was dropped")
-        if any(message.images for message in conversation):
-            raise RequestRefused("inference.reasoning = template renders text only, and the episode contains images")
-        rendered = self._template.encode_conversation(conversation, history.tools)
-        kept = count_shared(history.ids, rendered)
-        if kept == len(history.ids):
-            return observation, rendered
-        reason = self._template.explain_rendering(conversation, rendered)
-        origin = SegmentOrigin(parent=observation.segment if kept else NEW_ROOT, kept=kept, reason=reason)
-        return msgspec.structs.replace(observation, segment=observation.segments, origin=origin), rendered
-
     async def _encode_prompt_delta(self, observation: Observation, history: History, repeated: History) -> PromptDelta:
         """The ids that this turn's messages become, after those that a new segment repeats."""
         if observation.history_hash:
@@ -380,49 +339,11 @@ class ObservationHandler:
             payload = encode(action, subject=subject)
         except MalformedMessage as malformed:
             payload = encode(self._build_failed_action(observation, "oversized", malformed.reason), subject=subject)
-        while True:
-            try:
-                expected = await self._wait_for_turn(observation, subject) if observation.ahead else observation.action_sequence
-                await self._bus.publish(subject, payload, expected_last=expected)
-                return True
-            except OutOfTurn:
-                self._counters["out_of_turn"] += 1
-                return await self._confirm_stored(subject, action)
-            except SequenceConflict:
-                self._counters["refused"] += 1
-                if await self._confirm_stored(subject, action):
-                    return True
-                if not observation.ahead:
-                    return False
-            except (LogFull, PublishUnanswered) as error:  # left to its lease, it would count as an observation that kills
-                log.warning("action publish failed; retrying", reason=str(error))
-                await anyio.sleep(RETRY_SECONDS)
+        return await self.actions.store(observation, action, subject, payload)
 
-    async def _wait_for_turn(self, observation: Observation, subject: str) -> int:
-        """See `TurnOrder.wait`. It takes no slot, as long as others do not wait by the hundred."""
-        has_slot = not self._waiting_turns.leave_slot(f"{observation.episode_id}.{observation.attempt}.{observation.turn}")
-        longest_seconds = LONGEST_WAIT_IN_SLOT_SECONDS if has_slot else LONGEST_WAIT_SECONDS
-        return await self._order.wait(observation, subject, longest_seconds=longest_seconds)
-
-    async def _confirm_stored(self, subject: str, action: Action) -> bool:
-        """True if the stored Action is this worker's own, from a publish whose acknowledgement was lost; else forget the
-        segment's history, which another worker's Action continues."""
-        stored = await self._read_last(subject)
-        for _, stored_action in decode_entries(Action, [stored] if stored is not None else []):
-            if msgspec.structs.asdict(stored_action) == msgspec.structs.asdict(action):
-                return True
+    def _forget_history(self, action: Action) -> None:
         self._histories.forget(name_history(action.episode_id, action.segment))
         self._sampler.forget(action.episode_id)
-        return False
-
-    async def _read_last(self, subject: str) -> StreamEntry | None:
-        """The last entry, however long the log cannot be read: left to its lease, the observation would count as above."""
-        while True:
-            try:
-                return await self._bus.last(subject)
-            except RequestUnanswered as unanswered:
-                log.warning("log read failed; retrying", subject=subject, reason=str(unanswered))
-                await anyio.sleep(RETRY_SECONDS)
 
     def _build_failed_action(self, observation: Observation, error_class: str, error: str) -> Action:
         self._counters[f"failed_{error_class}"] += 1

@@ -125,7 +125,7 @@ class InferenceWorker:
         ):
             group.start_soon(self._leases.run)
             group.start_soon(self._handler.deadlines.run)
-            group.start_soon(self._handler.run)
+            group.start_soon(self._handler.actions.run)
             group.start_soon(control.run)
             if self._is_frozen:
                 self._ready.set()
@@ -210,7 +210,7 @@ class InferenceWorker:
             await lifecycle.publish_draining(in_flight=self._slots.in_flight)
             with anyio.move_on_after(self._drain_seconds):
                 await self._slots.wait_until_idle()
-                await self._handler.wait_until_idle()
+                await self._handler.actions.wait_until_idle()
             answering.cancel_scope.cancel()
 
     def _build_heartbeat(self) -> Heartbeat:

@@ -28,7 +28,7 @@ from fleetbus_workers.environment.base import Ahead, LimitsTurns
 from fleetbus_workers.environment.episode.lane_status import LaneStatus
 from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats
 from fleetbus_workers.environment.episode.segments import FIRST, Placement
-from fleetbus_workers.environment.episode.sent_ahead import SentAhead, SentTurn
+from fleetbus_workers.environment.episode.sent_ahead import SentAhead, SentTurn, place_ahead
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Superseded
 from fleetbus_workers.environment.worker_context import WorkerContext
 
@@ -37,9 +37,6 @@ MAX_CHECK_INTERVAL_SECONDS = 10.0
 
 MOST_DOUBLINGS = 20
 """Of the pause between checks: an episode may wait for hours, and its pause stays a number."""
-
-NO_SEQUENCE = 1 << 62
-"""Expected before the Action of a turn that is sent ahead: a worker that does not know of such turns is refused it."""
 
 CHECKS_OF_QUEUE = 4
 """Before this many checks it is not checked whether an observation for any worker still waits: it costs the server two
@@ -223,14 +220,8 @@ class PolicyClient:
         waited for, and has a seat and limits of its own."""
         observation = self._build(turn, messages, tools, tokens_left, placement, seats)
         if ahead is not None:
-            observation = msgspec.structs.replace(
-                observation,
-                seat=ahead.seat,
-                sampling=ahead.limits.apply(self._request.sampling),
-                tokens_left=tokens_left,
-                action_sequence=NO_SEQUENCE,
-                ahead=turn - self._expected,
-            )
+            sampling = ahead.limits.apply(self._request.sampling)
+            observation = place_ahead(observation, ahead.seat, sampling, tokens_left, ahead=turn - self._expected)
         if self._sent is None:
             self._sent = SentAhead()
         sent = SentTurn(observation, self._choose_lane(), self._worker)

@@ -15,10 +15,9 @@ import structlog
 from fleetbus.concurrency.deadlines import Deadline
 from fleetbus.config.settings import EnvironmentSettings, LimitSettings
 from fleetbus.core.algorithms.reward_components import find_reward_problem
-from fleetbus.core.episode.history import Turn, loss_mask
+from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.segments import SegmentError
 from fleetbus.core.text.context import SUMMARY_KEPT, SUMMARY_REQUEST, format_status_line
-from fleetbus.core.training.evaluation_summary import success_in
 from fleetbus_schemas import (
     GRADED,
     AttemptStarted,
@@ -30,7 +29,7 @@ from fleetbus_schemas import (
     ToolSpec,
 )
 from fleetbus_schemas.seat import map_by_seat
-from fleetbus_schemas.tokens import count_tokens, pack_mask
+from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.base import (
     Ahead,
     Environment,
@@ -47,20 +46,18 @@ from fleetbus_workers.environment.episode.conclusion import (
     Conclusion,
     apply_verdict,
     conclude_without_room,
-    describe_seats,
     grade_timeout,
 )
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
-from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError, add_unseated, add_versions
+from fleetbus_workers.environment.episode.result import build_result
+from fleetbus_workers.environment.episode.seats import UNSEATED, EpisodeSeats, SeatError
 from fleetbus_workers.environment.episode.segments import FIRST, EpisodeContext, Placement, append_line, find_context_tokens
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, to_printable
 from fleetbus_workers.environment.examples import insert_examples
 from fleetbus_workers.environment.failure_location import locate_method
-from fleetbus_workers.environment.normalization import INFO_BYTES, clip_messages, clip_text, clip_values, format_text
+from fleetbus_workers.environment.normalization import clip_messages
 from fleetbus_workers.environment.validation import validate_return
-
-LAST_OBSERVATION_BYTES = 2048
 
 NO_STEP = Step()
 
@@ -373,46 +370,16 @@ class EpisodeRunner:
             log.warning("environment close failed; continuing", reason=ended.error)
 
     def _build_result(self, conclusion: Conclusion) -> EpisodeFinished:
-        request = self._request
-        untrained = self._environment.list_untrained() if isinstance(self._environment, ReportsUntrained) else ()
-        untrained = tuple(each for each in untrained if each.turn < len(self._turns))
-        if (seats := describe_seats(conclusion, self._seats)) and conclusion.outcome in GRADED:
-            untrained = add_unseated(untrained, seats)
-        mask = loss_mask(self._turns, {each.turn for each in untrained})
-        info = clip_values(self._last.info, INFO_BYTES)
-        return EpisodeFinished(
-            episode_id=request.episode_id,
-            group_id=request.group_id,
-            attempt=self._claim.attempt,
-            outcome=conclusion.outcome,
-            worker=self._claim.worker,
-            split=request.split,
-            task_key=request.task.key,
-            dataset_version=request.task.dataset_version,
-            env=request.task.env,
-            request_sequence=self._claim.request_sequence,
-            error_class=conclusion.error_class,
-            error=conclusion.error,
-            reward=conclusion.reward,
-            turn_rewards=tuple(self._turn_rewards),
-            turns=len(self._turns),
-            actions=tuple(turn.reference for turn in self._turns),
-            tokens=len(mask),
-            loss_mask=pack_mask(mask),
-            timings={stage: round(seconds, 6) for stage, seconds in self._stages.timings.items()},
-            tool_calls=self._tool_calls,
-            tool_errors=self._tool_errors,
-            attempts=self._claim.attempt,
-            policy_versions=self._seats.list_own_versions(self._turns),
-            success=success_in(info),
-            info=info,
-            last_observation=to_printable(clip_text(format_text(self._last.messages), LAST_OBSERVATION_BYTES)),
-            error_location=conclusion.location,
-            traceback=conclusion.traceback,
-            note=conclusion.note,
+        return build_result(
+            self._request,
+            self._claim,
+            conclusion,
+            turns=self._turns,
+            turn_rewards=self._turn_rewards,
+            timings=self._stages.timings,
+            tools=(self._tool_calls, self._tool_errors),
+            last=self._last,
+            seats=self._seats,
             segments=self._context.segments,
-            reward_components=conclusion.components,
-            transcript=conclusion.transcript,
-            untrained=untrained,
-            seats=add_versions(seats, self._turns),
+            untrained=self._environment.list_untrained() if isinstance(self._environment, ReportsUntrained) else (),
         )

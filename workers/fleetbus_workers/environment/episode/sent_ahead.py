@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
+
 from fleetbus.core.episode.history import Turn
-from fleetbus_schemas import Observation
+from fleetbus_schemas import Observation, SamplingSettings
 from fleetbus_workers.environment.episode.segments import Placement
 from fleetbus_workers.environment.episode.stages import EpisodeEnded
+
+NO_SEQUENCE = 1 << 62
+"""Expected before the Action of a turn that is sent ahead: a worker that does not know of such turns is refused it."""
 
 
 class SentTurn(NamedTuple):
@@ -55,3 +60,17 @@ class SentAhead:
 def _list_asked(observation: Observation) -> tuple[object, ...]:
     """The part of an observation that its environment says."""
     return observation.messages, observation.tools, observation.seat, observation.sampling
+
+
+def place_ahead(
+    observation: Observation, seat: str, sampling: SamplingSettings, tokens_left: int, *, ahead: int
+) -> Observation:
+    """An observation as it is sent so many turns ``ahead``, with a seat and limits of its own."""
+    return msgspec.structs.replace(
+        observation,
+        seat=seat,
+        sampling=sampling,
+        tokens_left=tokens_left,
+        action_sequence=NO_SEQUENCE,
+        ahead=ahead,
+    )
