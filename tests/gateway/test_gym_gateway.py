@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import httpx
 import pytest
 
-from fleetbus.client.sessions import sessions
+from fleetbus.client.sessions import SessionClient, sessions
 from fleetbus_schemas import Action, SessionCall, SessionEnded, Task, encode
 from fleetbus_workers.environment.adapters.remote_gym.client import ServerPool
 from fleetbus_workers.environment.adapters.remote_gym.environment import RemoteGymEnvironment
@@ -277,17 +276,22 @@ async def test_a_session_that_another_client_gave_a_long_name_goes_on_after_a_fa
         assert await second.call(session, "close") == {"closed": True}
 
 
+def forgetful_gateway(client: SessionClient, made: list[GymCalls]) -> GymGateway:
+    """Forgets a session after two idle seconds. Its calls are added to ``made`` as it starts."""
+
+    @asynccontextmanager
+    async def open_calls() -> AsyncIterator[GymCalls]:
+        made.append(GymCalls(client, call_seconds=60))
+        yield made[-1]
+
+    return GymGateway(open_calls, GymSettings(session_timeout=2.0))
+
+
 async def test_the_failed_environments_of_a_session_that_nobody_goes_on_with_are_forgotten() -> None:
-    made: list[Any] = []
+    made: list[GymCalls] = []
     async with small_deployment(paying_configuration()) as fleet, sessions(fleet.bus, fleet.subjects) as client:
-
-        @asynccontextmanager
-        async def open_calls() -> AsyncIterator[GymCalls]:
-            made.append(GymCalls(client, call_seconds=60))
-            yield made[0]
-
         fleet.environment("e1", make=PayingEnvironment)
-        async with running(GymGateway(open_calls, GymSettings(session_timeout=2.0)).application()) as wire:
+        async with running(forgetful_gateway(client, made).application()) as wire:
             session = (await wire.connect({"rewards": [], "verdict": 1.0}))["session_id"]
             for seed in (1, 2):
                 assert (await wire.call(session, "step", action_str="x"))["info"]["error_class"] == "IndexError"
@@ -303,16 +307,10 @@ async def test_the_failed_environments_of_a_session_that_nobody_goes_on_with_are
 @pytest.mark.parametrize("is_lost", [False, True], ids=["left idle", "lost by its worker"])
 async def test_nothing_is_kept_of_sessions_that_their_clients_left(is_lost: bool) -> None:
     """Some hundred bytes of each were kept for as long as the gateway ran."""
-    made: list[Any] = []
+    made: list[GymCalls] = []
     async with small_deployment(paying_configuration()) as fleet, sessions(fleet.bus, fleet.subjects) as client:
-
-        @asynccontextmanager
-        async def open_calls() -> AsyncIterator[GymCalls]:
-            made.append(GymCalls(client, call_seconds=60))
-            yield made[0]
-
         fleet.environment("e1", make=PayingEnvironment)
-        async with running(GymGateway(open_calls, GymSettings(session_timeout=2.0)).application()) as wire:
+        async with running(forgetful_gateway(client, made).application()) as wire:
             session = (await wire.connect({"rewards": [1.0], "verdict": 1.0}))["session_id"]
             assert made[0]._numbers
             if is_lost:

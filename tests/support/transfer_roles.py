@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from fleetbus.delivery import worker_lifecycle
 from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.inference.torch.sampler import TorchSampler
 from fleetbus_workers.inference.worker import run_inference
+from fleetbus_workers.learner.base import SavesWeights
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.torch import sharding
 from fleetbus_workers.learner.torch.distributed import LeaderTrainer, run_follower
@@ -141,23 +142,33 @@ def run_trainer(rank: int, port: int, url: str, model: Path, out: Path, lineage:
     leading.close()
 
 
-async def publish_one(trainer: LeaderTrainer, url: str, out: Path, lineage: int, engines: int) -> None:
-    async with connect(url, run=RUN) as bus:
-        made = open_sender(bus, SUBJECTS, CONFIGURATION, Runtime())
+@asynccontextmanager
+async def transferring(
+    trainer: SavesWeights, url: str, out: Path, lineage: int, configuration: Configuration, *, engines: int, seconds: float
+) -> AsyncIterator[tuple[Publication, CollectiveSender]]:
+    """The versions of a new lineage and their sender, once it heard of so many engines."""
+    run = configuration.run.name
+    async with connect(url, run=run) as bus:
+        made = open_sender(bus, Subjects(run), configuration, Runtime())
         assert isinstance(made, CollectiveSender)
         publication = Publication(
-            bus, SUBJECTS, trainer, policy="default", lineage=f"l{lineage}", folder=out, keep=100, runtime=Runtime(),
+            bus, Subjects(run), trainer, policy="default", lineage=f"l{lineage}", folder=out, keep=100, runtime=Runtime(),
             sender=made,
         )  # fmt: skip
         await publication.fence(LineageStarted(lineage=f"l{lineage}", worker="learner"))
         async with publication.run():
-            with anyio.fail_after(30):
+            with anyio.fail_after(seconds):
                 while len(made._heard) < engines:  # noqa: ASYNC110 - heartbeats are no event of the sender's
                     await anyio.sleep(0.02)
-            started = anyio.current_time()
-            await publication.publish(lineage)
-            (out / f"seconds-{lineage}").write_text(f"{anyio.current_time() - started}")
-            await made._ended.wait()
+            yield publication, made
+
+
+async def publish_one(trainer: LeaderTrainer, url: str, out: Path, lineage: int, engines: int) -> None:
+    async with transferring(trainer, url, out, lineage, CONFIGURATION, engines=engines, seconds=30) as (publication, made):
+        started = anyio.current_time()
+        await publication.publish(lineage)
+        (out / f"seconds-{lineage}").write_text(f"{anyio.current_time() - started}")
+        await made._ended.wait()
 
 
 class NotingSampler(TorchSampler):

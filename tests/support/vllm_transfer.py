@@ -14,17 +14,13 @@ import structlog
 import torch
 from safetensors.torch import load_file
 
-from fleetbus.bus.nats import connect
-from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.settings import Configuration, InferenceSettings, RunSettings, WeightsSettings
-from fleetbus_schemas import LineageStarted, Subjects, TensorEntry
+from fleetbus_schemas import Subjects, TensorEntry
 from fleetbus_workers.learner.publication import Publication
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.weights.collective import group, sender
-from fleetbus_workers.weights.collective.sender import CollectiveSender
 from fleetbus_workers.weights.file import WritingWatcher, write_weights
-from fleetbus_workers.weights.transfer_choice import open_sender
-from tests.support.transfer_roles import die, die_after
+from tests.support.transfer_roles import die, die_after, transferring
 
 RUN = "vllmtransfers"
 SUBJECTS = Subjects(RUN)
@@ -121,21 +117,11 @@ def run_learner(url: str, model: Path, out: Path, lineage: int, versions: int, p
 
 
 async def publish_all(trainer: MovingTrainer, url: str, out: Path, lineage: int, versions: int, point: str) -> None:
-    async with connect(url, run=RUN) as bus:
-        made = open_sender(bus, SUBJECTS, CONFIGURATION, Runtime())
-        assert isinstance(made, CollectiveSender)
-        publication = Publication(
-            bus, SUBJECTS, trainer, policy="default", lineage=f"l{lineage}", folder=out, keep=100, runtime=Runtime(),
-            sender=made,
-        )  # fmt: skip
-        await publication.fence(LineageStarted(lineage=f"l{lineage}", worker="learner"))
-        async with publication.run():
-            with anyio.fail_after(HEARD_SECONDS):
-                while not made._heard:  # noqa: ASYNC110 - heartbeats are no event of the sender's
-                    await anyio.sleep(0.02)
-            for number in range(versions):
-                if number == versions - 1:
-                    set_up(point, out)
-                trainer.version = publication.version + 1
-                await publication.publish(number)
-                await made._ended.wait()
+    heard = transferring(trainer, url, out, lineage, CONFIGURATION, engines=1, seconds=HEARD_SECONDS)
+    async with heard as (publication, made):
+        for number in range(versions):
+            if number == versions - 1:
+                set_up(point, out)
+            trainer.version = publication.version + 1
+            await publication.publish(number)
+            await made._ended.wait()

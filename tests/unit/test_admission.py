@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
@@ -41,6 +42,21 @@ class RecordedRequests(Requests):
         return StoredRequest(request=made_again, sequence=len(self.asked))
 
 
+def build_admission(
+    requests: Requests, pool: GroupPool, settings: LearnerSettings, progress: Sequence[int] = (0, 0)
+) -> Admission:
+    """``progress``: the step and the version of the learner, read whenever admission asks."""
+    return Admission(
+        requests,
+        pool,
+        Curriculum([Task(key="t")], [], seed=1),
+        settings=settings,
+        lineage="l1",
+        next_group=0,
+        progress=lambda: (progress[0], progress[1]),
+    )
+
+
 def completed(request: EpisodeRequested, sequence: int) -> EpisodeFinished:
     return EpisodeFinished(
         episode_id=request.episode_id,
@@ -59,15 +75,7 @@ async def test_groups_are_asked_for_again_only_when_the_version_of_the_step_is_p
     settings = LearnerSettings(groups=2, group_size=2, max_staleness=1, steps=10)
     pool = GroupPool(Ledger(), minimum=2, max_staleness=1, stale_groups="drop")
     requests, progress = RecordedRequests(), [0, 0]
-    admission = Admission(
-        requests,
-        pool,
-        Curriculum([Task(key="t")], [], seed=1),
-        settings=settings,
-        lineage="l1",
-        next_group=0,
-        progress=lambda: (progress[0], progress[1]),
-    )
+    admission = build_admission(requests, pool, settings, progress)
     pool.record_version(0, 0)
     with anyio.fail_after(50):
         async with anyio.create_task_group() as tasks:
@@ -92,15 +100,7 @@ async def test_every_group_waits_for_room_of_its_own() -> None:
     pool = GroupPool(Ledger(), minimum=2, max_staleness=1, stale_groups="drop")
     requests = RecordedRequests()
     requests.room = 4
-    admission = Admission(
-        requests,
-        pool,
-        Curriculum([Task(key="t")], [], seed=1),
-        settings=LearnerSettings(groups=4, group_size=2, max_staleness=1, steps=10),
-        lineage="l1",
-        next_group=0,
-        progress=lambda: (0, 0),
-    )
+    admission = build_admission(requests, pool, LearnerSettings(groups=4, group_size=2, max_staleness=1, steps=10))
     pool.record_version(0, 0)
     with anyio.fail_after(50):
         async with anyio.create_task_group() as tasks:
@@ -117,15 +117,7 @@ async def test_an_episode_is_named_by_the_deadline_with_which_its_request_was_st
     pool.record_version(0, 0)
     requests = RecordedRequests()
     requests.delay_ns = 60
-    admission = Admission(
-        requests,
-        pool,
-        Curriculum([Task(key="t")], [], seed=1),
-        settings=settings,
-        lineage="l1",
-        next_group=0,
-        progress=lambda: (0, 0),
-    )
+    admission = build_admission(requests, pool, settings)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(admission.run, anyio.Event())
         await wait_all_tasks_blocked()

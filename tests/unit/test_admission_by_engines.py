@@ -7,12 +7,10 @@ import anyio
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.config.settings import LearnerSettings
 from fleetbus.core.training.ledger import Ledger
-from fleetbus_schemas import EngineLoad, Heartbeat, Subjects, Task, encode
-from fleetbus_workers.learner.admission import Admission
-from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_schemas import EngineLoad, Heartbeat, Subjects, encode
 from fleetbus_workers.learner.pool import GroupPool
 from tests.support.virtual_time import virtual_time
-from tests.unit.test_admission import RecordedRequests, completed
+from tests.unit.test_admission import RecordedRequests, build_admission, completed
 
 anyio_backend = virtual_time
 
@@ -21,15 +19,7 @@ async def test_a_full_cache_holds_groups_back_until_it_has_room_again() -> None:
     settings = LearnerSettings(groups=8, group_size=2, max_staleness=0, steps=10)
     pool = GroupPool(Ledger(), minimum=2, max_staleness=0, stale_groups="drop")
     requests, subjects = RecordedRequests(), Subjects("r")
-    admission = Admission(
-        requests,
-        pool,
-        Curriculum([Task(key="t")], [], seed=1),
-        settings=settings,
-        lineage="l1",
-        next_group=0,
-        progress=lambda: (0, 0),
-    )
+    admission = build_admission(requests, pool, settings)
     pool.record_version(0, 0)
 
     async with MemoryServer().connect("r") as bus:
