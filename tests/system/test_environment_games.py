@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from docs.examples.kuhn import settle
@@ -16,6 +18,8 @@ from fleetbus_workers.environment.adapters.common.legal_moves import find_move
 from fleetbus_workers.environment.base import Environment, EnvironmentFailed, Start, Step
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.called_command import call
+from tests.support.interrupted_deployment import PATIENT
+from tests.support.small_deployment import build_configuration, small_deployment
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -55,7 +59,7 @@ async def play(environment: Environment, seed: int) -> tuple[list[int], list[Sta
     shown: list[Start | Step] = [await begin(environment, seed)]
     moves: list[int] = []
     while not moves or not (shown[-1].terminated or shown[-1].truncated):  # type: ignore[union-attr]
-        moves.append(chance.choice(list(environment._moves)))  # type: ignore[attr-defined]
+        moves.append(chance.choice(list(environment._legal[environment._rounds.player])))  # type: ignore[attr-defined]
         shown.append(await act(environment, moves[-1]))
     return moves, shown
 
@@ -199,6 +203,27 @@ async def test_more_agents_than_an_episode_has_seats_are_refused(monkeypatch: py
     for spec in ("pettingzoo:classic/rps_v2", "openspiel:kuhn_poker"):
         with pytest.raises(UserError, match=r"has 2 (agents|players); an episode has at most 1 seats"):
             make(spec)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("spec", ["pettingzoo:classic/rps_v2", "openspiel:matrix_rps"])
+async def test_the_turns_of_those_who_move_at_once_are_sent_side_by_side(spec: str) -> None:
+    """Also of those who are asked again for what was no legal move, as all of the rule policy's answers are."""
+    make(spec)
+    factory = build_environment_factory(spec, verifier=None)  # type: ignore[arg-type]
+    async with small_deployment(build_configuration(limits=PATIENT)) as fleet:
+        await fleet.heard(fleet.environment("e1", make=factory), fleet.inference("i1"))
+        with anyio.fail_after(60):
+            for number in itertools.count():
+                await fleet.request(f"e{number}", task=Task(key="t", seed=1))
+                result = await fleet.result(f"e{number}")
+                if any(each.ahead for each in await fleet.observations()):  # the environment worker has heard of the engine
+                    break
+        asked = [each for each in await fleet.observations() if each.episode_id == result.episode_id]
+    assert (result.outcome, result.turns) == ("completed", 5)
+    seats = {each.turn: each.seat for each in asked}
+    assert [seats[turn] for turn in range(5)] == ["player_0", "player_1"] * 2 + ["player_0"], seats
+    assert result.seats
 
 
 @pytest.mark.slow

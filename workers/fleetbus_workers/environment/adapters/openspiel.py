@@ -18,6 +18,7 @@ from fleetbus_schemas import Action, ChatMessage, Task
 from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.legal_moves import TRIES, find_move, list_moves, refuse
+from fleetbus_workers.environment.adapters.common.rounds import Rounds
 from fleetbus_workers.environment.adapters.common.task_seed import find_seed
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 
@@ -62,10 +63,9 @@ class OpenSpielEnvironment:
 
     def __init__(self, id: str) -> None:
         self._id = id
-        self._joint: list[int] = []
-        self._wrong = 0
         self._lost = ""
         self._met: set[int] = set()
+        self._legal: dict[str, dict[int, str]] = {}
 
     async def open(self, task: Task) -> None:
         self._task = task
@@ -79,79 +79,62 @@ class OpenSpielEnvironment:
             self._game = await anyio.to_thread.run_sync(load_game, id)
         except ValueError as error:
             raise EnvironmentFailed(str(error)) from error
+        self._players = tuple(f"player_{number}" for number in range(self._game.num_players()))
 
     async def reset(self) -> Start:
         self._state = self._game.new_initial_state()
+        self._rounds = Rounds(seats=len(self._players) > 1)
         seed = find_seed(self._task)
         self._random = random.Random(seed)
-        self._deal()
         await anyio.lowlevel.checkpoint()
-        return Start(messages=(self._show(),), seat=self._name(self._player))
+        return self._rounds.start(self._show_round())
 
     async def step(self, action: Action) -> Step:
         await anyio.lowlevel.checkpoint()
-        move = find_move(action.text, self._moves)
-        if move is None:
-            self._wrong += 1
-            if self._wrong < TRIES:
-                return Step(messages=(refuse(action.text, TRIES - self._wrong, list_moves(self._moves)),), tool_errors=1)
-            self._lost = f"{self._name(self._player) or 'the player'} gave {TRIES} answers that are no legal move"
-            return Step(terminated=True, tool_errors=1)
-        self._wrong = 0
-        self._move(move)
-        if self._state.is_terminal():
-            return Step(terminated=True)
-        return Step(messages=(self._show(),), seat=self._name(self._player))
+        rounds, player = self._rounds, self._rounds.player
+        legal = self._legal[player]
+        step = rounds.answer(find_move(action.text, legal), lambda left: refuse(action.text, left, list_moves(legal)))
+        if rounds.loser:
+            self._lost = f"{player if len(self._players) > 1 else 'the player'} gave {TRIES} answers that are no legal move"
+        if step is not None:
+            return step
+        self._play(rounds.chosen)
+        shown = self._show_round()
+        return rounds.begin(shown) if shown else Step(terminated=True)
 
-    def _move(self, move: int) -> None:
-        if not self._state.is_simultaneous_node():
-            self._state.apply_action(move)
-            self._deal()
-            return
-        self._joint.append(move)
-        if not self._ask_next():
-            self._state.apply_actions(self._joint)
-            self._joint = []
-            self._deal()
+    def _play(self, chosen: dict[str, int]) -> None:
+        if self._state.is_simultaneous_node():  # OpenSpiel reads no move of a player who has none
+            self._state.apply_actions([chosen.get(player, 0) for player in self._players])
+        else:
+            self._state.apply_action(*chosen.values())
 
-    def _deal(self) -> None:
-        """Draw what is chance, up to the next move of a player."""
+    def _show_round(self) -> dict[str, ChatMessage]:
+        """Draw what is chance. Returns what each of those sees that move next: none at the end."""
         while self._state.is_chance_node():
             outcomes, weights = zip(*self._state.chance_outcomes(), strict=True)
             self._state.apply_action(self._random.choices(outcomes, weights)[0])
         if self._state.is_terminal():
-            return
-        if not self._state.is_simultaneous_node():
-            self._ask(self._state.current_player())
-        elif not self._ask_next():
+            return {}
+        asked = range(len(self._players)) if self._state.is_simultaneous_node() else (self._state.current_player(),)
+        moving = [player for player in asked if self._state.legal_actions(player)]
+        if not moving:
             raise EnvironmentFailed(f"{self._game}: nobody has a legal move")
+        for player in moving:
+            moves = self._state.legal_actions(player)
+            self._legal[self._players[player]] = {move: self._state.action_to_string(player, move) for move in moves}
+        return {self._players[player]: self._show(player) for player in moving}
 
-    def _ask_next(self) -> bool:
-        """Ask the next of the players who move at once; one who has no move is not asked. False: all have moved."""
-        while (player := len(self._joint)) < self._game.num_players():
-            if self._state.legal_actions(player):
-                self._ask(player)
-                return True
-            self._joint.append(0)  # OpenSpiel reads no move of such a player
-        return False
-
-    def _ask(self, player: int) -> None:
-        self._player = player
-        self._moves = {move: self._state.action_to_string(player, move) for move in self._state.legal_actions(player)}
-
-    def _show(self) -> ChatMessage:
-        """The knowledge of the player whose move it is: all of the past where something is hidden, else the board."""
+    def _show(self, player: int) -> ChatMessage:
+        """The knowledge of a player: all of the past where something is hidden, else the board."""
         kind = self._game.get_type()
         hidden = kind.information != pyspiel.GameType.Information.PERFECT_INFORMATION
         past = kind.provides_information_state_string and (hidden or not kind.provides_observation_string)
-        text = (self._state.information_state_string if past else self._state.observation_string)(self._player)
-        first = self._player not in self._met
-        self._met.add(self._player)
-        before = (self._task.prompt, f"{kind.long_name}. You are player {self._player}.") if first else ()
-        return ChatMessage(role="user", content="\n\n".join(filter(None, (*before, text.strip(), list_moves(self._moves)))))
-
-    def _name(self, player: int) -> str:
-        return f"player_{player}" if self._game.num_players() > 1 else ""
+        text = (self._state.information_state_string if past else self._state.observation_string)(player)
+        first = player not in self._met
+        self._met.add(player)
+        before = (self._task.prompt, f"{kind.long_name}. You are player {player}.") if first else ()
+        moves = list_moves(self._legal[self._players[player]])
+        return ChatMessage(role="user", content="\n\n".join(filter(None, (*before, text.strip(), moves))))
 
     async def state(self) -> dict[str, Any]:
         return {"game": str(self._game), "moves": len(self._state.history()), "over": self._state.is_terminal()}
@@ -162,8 +145,8 @@ class OpenSpielEnvironment:
             return Verdict(reward=None, reason="the game was not over")
         rewards = [float(each) for each in self._state.returns()]
         if self._lost:
-            rewards[self._player] = float(self._game.min_utility())
-        seats = {self._name(player): reward for player, reward in enumerate(rewards)} if len(rewards) > 1 else {}
+            rewards[self._players.index(self._rounds.loser)] = float(self._game.min_utility())
+        seats = dict(zip(self._players, rewards, strict=True)) if len(rewards) > 1 else {}
         return Verdict(reward=rewards[0], reason=self._lost, seats=seats)
 
     async def close(self) -> None:

@@ -1,5 +1,5 @@
-"""An environment of PettingZoo: each agent is a seat. Parallel environments, too, are played by the turns of its AEC interface,
-where nobody sees what others do in the same step.
+"""An environment of PettingZoo: each agent is a seat. Parallel environments, too, are played by the turns of its AEC interface;
+the agents of one step are asked side by side, and nobody sees what others do in it.
 
 A task's ``config``: ``id`` (instead of the one in ``pettingzoo:FAMILY/NAME``) and ``kwargs`` for the environment's constructor.
 """
@@ -22,6 +22,7 @@ from fleetbus_schemas.seat import MAX_SEATS
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
 from fleetbus_workers.environment.adapters.common.action_text import extract_action
 from fleetbus_workers.environment.adapters.common.legal_moves import TRIES, find_move, list_moves, refuse
+from fleetbus_workers.environment.adapters.common.rounds import Rounds
 from fleetbus_workers.environment.adapters.common.task_seed import find_seed
 from fleetbus_workers.environment.adapters.gymnasium.text import strip_ansi_codes
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
@@ -74,8 +75,16 @@ def make(id: str, arguments: dict[str, Any]) -> Any:
     return game
 
 
+def is_parallel(id: str) -> bool:
+    """True if all agents move at once."""
+    return hasattr(importlib.import_module(f"pettingzoo.{id.replace('/', '.')}"), "parallel_env")
+
+
 class PettingZooEnvironment:
-    """One game. After `TRIES` answers in a row that are no legal move a seat has lost: it gets `PENALTY` more."""
+    """One game. After `TRIES` answers in a row that are no legal move a seat has lost: it gets `PENALTY` more.
+
+    In parallel environments all that are left move at once.
+    """
 
     replayable = True
 
@@ -83,10 +92,10 @@ class PettingZooEnvironment:
         self._id = id
         self._store_image = store_image
         self._game: Any = None
-        self._wrong = 0
         self._truncated = False
         self._lost = ""
         self._met: set[str] = set()
+        self._legal: dict[str, dict[int, str]] = {}
 
     async def open(self, task: Task) -> None:
         self._task = task
@@ -96,72 +105,83 @@ class PettingZooEnvironment:
             self._game = await anyio.to_thread.run_sync(make, self._name, arguments)
         except ValueError as error:
             raise EnvironmentFailed(str(error)) from error
+        self._is_parallel = is_parallel(self._name)
         self._rewards = dict.fromkeys(self._game.possible_agents, 0.0)
+        self._rounds = Rounds(seats=len(self._rewards) > 1)
 
     async def reset(self) -> Start:
         seed = find_seed(self._task)
         await anyio.to_thread.run_sync(lambda: self._game.reset(seed=seed))
-        self._advance()
-        return Start(messages=(await self._show(),), seat=self._seat(self._agent))
+        return self._rounds.start(await self._show_round())
 
     async def step(self, action: Action) -> Step:
-        chosen = self._parse(action.text)
-        if chosen is None:
-            self._wrong += 1
-            if self._wrong < TRIES:
-                return Step(messages=(refuse(action.text, TRIES - self._wrong, self._asked()),), tool_errors=1)
-            self._lost = f"{self._agent} gave {TRIES} answers that are no legal move"
-            self._rewards[self._agent] += PENALTY
-            return Step(terminated=True, tool_errors=1)
-        self._wrong = 0
-        await anyio.to_thread.run_sync(lambda: self._game.step(chosen))
-        self._advance()
-        if not self._game.agents:
-            return Step(terminated=not self._truncated, truncated=self._truncated)
-        return Step(messages=(await self._show(),), seat=self._seat(self._agent))
+        rounds, agent = self._rounds, self._rounds.player
+        step = rounds.answer(self._parse(agent, action.text), lambda left: refuse(action.text, left, self._ask(agent)))
+        if rounds.loser:
+            self._lost = f"{agent} gave {TRIES} answers that are no legal move"
+            self._rewards[agent] += PENALTY
+        if step is not None:
+            return step
+        await anyio.to_thread.run_sync(self._play, rounds.chosen)
+        shown = await self._show_round()
+        return rounds.begin(shown) if shown else Step(terminated=not self._truncated, truncated=self._truncated)
 
-    def _advance(self) -> None:
-        """Collect what each agent was rewarded with since its last move, up to the next agent that can move."""
+    def _play(self, chosen: dict[str, Any]) -> None:
+        for agent, move in chosen.items():
+            if agent != self._game.agent_selection:
+                raise EnvironmentFailed(f"{self._name} asks {self._game.agent_selection} and not {agent}")
+            self._game.step(move)
+
+    async def _show_round(self) -> dict[str, ChatMessage]:
+        """Collect what each agent was rewarded with since its last move. Returns what each of those sees that move next."""
         while self._game.agents:
-            self._agent = self._game.agent_selection
-            self._seen, reward, terminated, truncated, info = self._game.last()
-            self._rewards[self._agent] += float(reward)
+            agent = self._game.agent_selection
+            _, reward, terminated, truncated, _ = self._game.last()
             if not (terminated or truncated):
-                self._moves = self._list_moves(info)
-                return
+                break
+            self._rewards[agent] += float(reward)
             self._truncated = bool(truncated and not terminated)
             self._game.step(None)
+        else:
+            return {}
+        shown = {}
+        for each in tuple(self._game.agents) if self._is_parallel else (agent,):
+            self._rewards[each] += float(self._game._cumulative_rewards[each])
+            seen = self._game.observe(each)
+            self._legal[each] = self._list_moves(each, seen)
+            shown[each] = await self._show(each, seen)
+        return shown
 
-    def _list_moves(self, info: Any) -> dict[int, str]:
+    def _list_moves(self, agent: str, seen: Any) -> dict[int, str]:
         """Legal moves of a discrete space by number; none of another space."""
-        space = self._game.action_space(self._agent)
+        space = self._game.action_space(agent)
         if not isinstance(space, gymnasium.spaces.Discrete):
             return {}
-        mask = self._seen.get("action_mask") if isinstance(self._seen, dict) else None
-        mask = info.get("action_mask") if mask is None else mask
+        mask = seen.get("action_mask") if isinstance(seen, dict) else None
+        mask = self._game.infos[agent].get("action_mask") if mask is None else mask
         names = MOVES.get(self._name.partition("/")[2].rpartition("_v")[0], ())
         names = names if len(names) == space.n else tuple(map(str, range(space.start, space.start + space.n)))
         legal = range(space.n) if mask is None else map(int, np.flatnonzero(mask))
         return {int(space.start) + number: names[number] for number in legal}
 
-    def _parse(self, text: str) -> Any:
+    def _parse(self, agent: str, text: str) -> Any:
         """The action that ``text`` names, None if it is not legal."""
-        space = self._game.action_space(self._agent)
+        space = self._game.action_space(agent)
         if isinstance(space, gymnasium.spaces.Discrete):
-            return find_move(text, self._moves)
+            return find_move(text, self._legal[agent])
         try:
             action = np.asarray(json.loads(extract_action(text)), dtype=space.dtype)
         except (ValueError, TypeError, RecursionError, OverflowError):
             return None
         return action if space.contains(action) else None
 
-    def _asked(self) -> str:
-        space = self._game.action_space(self._agent)
-        return list_moves(self._moves) if self._moves else f"Answer with one action, as JSON for {space}."
+    def _ask(self, agent: str) -> str:
+        legal = self._legal[agent]
+        return list_moves(legal) if legal else f"Answer with one action, as JSON for {self._game.action_space(agent)}."
 
-    async def _show(self) -> ChatMessage:
+    async def _show(self, agent: str, seen: Any) -> ChatMessage:
         """The text rendering if there is one, else what the agent observes: pixels as an image, or values."""
-        seen = self._seen["observation"] if isinstance(self._seen, dict) and "observation" in self._seen else self._seen
+        seen = seen["observation"] if isinstance(seen, dict) and "observation" in seen else seen
         pictures = []
         if self._game.render_mode == "ansi":
             text = strip_ansi_codes(str(self._game.render()))
@@ -169,14 +189,11 @@ class PettingZooEnvironment:
             text, pictures = _PLACEHOLDER, [encode_image_file(seen)]
         else:
             text = json.dumps(seen, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
-        first = self._agent not in self._met
-        self._met.add(self._agent)
-        before = (self._task.prompt, f"{self._name.partition('/')[2]}. You are {self._agent}.") if first else ()
-        shown = "\n\n".join(filter(None, (*before, text, self._asked())))
+        first = agent not in self._met
+        self._met.add(agent)
+        before = (self._task.prompt, f"{self._name.partition('/')[2]}. You are {agent}.") if first else ()
+        shown = "\n\n".join(filter(None, (*before, text, self._ask(agent))))
         return ChatMessage(role="user", content=await insert_images(shown, pictures, self._store_image, _PLACEHOLDER))
-
-    def _seat(self, agent: str) -> str:
-        return agent if len(self._rewards) > 1 else ""
 
     async def state(self) -> dict[str, Any]:
         return {"id": self._name, "over": not self._game.agents}
