@@ -70,6 +70,7 @@ class PolicyClient:
         "_history_hashes",
         "_lane",
         "_lane_status",
+        "_late_turns",
         "_observation_sequence",
         "_request",
         "_sent",
@@ -91,11 +92,9 @@ class PolicyClient:
         history: tuple[Turn, ...],
         action_sequence: int,
     ) -> None:
-        self._context = context
-        self._lane_status = lane_status
+        self._context, self._lane_status = context, lane_status
         self._request = request
-        self._claim = claim
-        self._claim_sequence = claim_sequence
+        self._claim, self._claim_sequence = claim, claim_sequence
         self._action_sequence = action_sequence
         self._history_hashes = {turn.action.segment: turn.action.history_hash for turn in history}
         self.policy = request.policy
@@ -108,11 +107,12 @@ class PolicyClient:
         self._expected = -1
         self._answer: Turn | None = None
         self._wakeup = Wakeup()
-        self._check_at = math.inf
-        self._checks = 0
+        self._check_at, self._checks = math.inf, 0
         self._observation_sequence = 0
         self._sent: SentAhead | None = None
         """None as long as no turn was sent ahead."""
+        self._late_turns = context.settings.turns_at_once * (claim.attempt - 1)
+        """So many turns that earlier attempts sent ahead may yet be answered, each before the awaited one."""
         self.lane_in_use = ANY_LANE
         self.limited_by: LimitsTurns | None = None
 
@@ -222,8 +222,7 @@ class PolicyClient:
         if ahead is not None:
             sampling = ahead.limits.apply(self._request.sampling)
             observation = place_ahead(observation, ahead.seat, sampling, tokens_left, ahead=turn - self._expected)
-        if self._sent is None:
-            self._sent = SentAhead()
+        self._sent = self._sent or SentAhead()
         sent = SentTurn(observation, self._choose_lane(), self._worker)
         self._sent.note(sent)
         subject = self._context.subjects.observation(observation.policy, sent.lane, observation.episode_id)
@@ -334,6 +333,8 @@ class PolicyClient:
 
     def _reroute(self, observation: Observation) -> Observation:
         hop = observation.hop + 1
+        if self._late_turns > 0 and self._action_sequence != observation.action_sequence:
+            self._late_turns, hop = self._late_turns - 1, observation.hop
         if hop > self._context.settings.max_hops:
             raise EpisodeEnded("lost", "poison_observation", f"turn {observation.turn} went unanswered {hop} times")
         log.info("answer is late; rerouting the observation", turn=observation.turn, hop=hop, lane=self.lane_in_use)
@@ -388,8 +389,7 @@ class PolicyClient:
 
     def _take_answer(self, answer: Turn) -> Turn:
         action = answer.action
-        self._check_at = math.inf
-        self._action_sequence = answer.sequence
+        self._check_at, self._action_sequence = math.inf, answer.sequence
         self._history_hashes[action.segment] = action.history_hash
         self._stick_to(action)
         return answer
