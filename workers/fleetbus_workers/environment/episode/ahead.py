@@ -32,6 +32,9 @@ KNOWN_TEMPLATE_TOKENS = 64
 """More than a template writes around the messages of a turn; where prompts of the episode were seen, most of it is in their
 rate."""
 
+SENDING_SECONDS = 2.0
+"""How long an answer waits for what is being sent ahead, and may not be taken by a full log. That is asked for in its turn."""
+
 MARGIN = 1.25
 """By so much more tokens a turn may have for its length than those before it."""
 
@@ -51,6 +54,7 @@ class AheadTurns:
         "_most",
         "_rate",
         "_request",
+        "_sending",
         "_told",
         "_waiting",
     )
@@ -76,6 +80,7 @@ class AheadTurns:
         """The most tokens by byte that a prompt of the episode had."""
         self._is_answered = False
         self._waiting: anyio.CancelScope | None = None
+        self._sending: anyio.CancelScope | None = None
 
     def tell(self, told: Sequence[Ahead], turn: int) -> None:
         """These turns follow ``turn``, which is asked for next, and those that were told before."""
@@ -108,6 +113,8 @@ class AheadTurns:
                 self._is_answered = True
                 if self._waiting is not None:
                     self._waiting.cancel()
+                if self._sending is not None:
+                    self._sending.deadline = anyio.current_time() + SENDING_SECONDS
         else:
             answered = await client.ask(turn, messages, tools, tokens_left=tokens_left, placement=placement, seats=seats)
         self._learn(messages, tools, answered)
@@ -129,9 +136,10 @@ class AheadTurns:
                 return
             if not self._client.has_sent(turn + number):
                 tools = change.tools if placed.origin is not None else ()
-                await self._client.send(
-                    turn + number, told.messages, tools, tokens_left=tokens_left, placement=placed, seats=seats, ahead=told
-                )
+                with anyio.CancelScope() as self._sending:
+                    await self._client.send(
+                        turn + number, told.messages, tools, tokens_left=tokens_left, placement=placed, seats=seats, ahead=told
+                    )
             used.add(placed.segment)
             seated.add(told.seat)
             last, tokens_left = placed, tokens_left - bound

@@ -199,7 +199,7 @@ class PolicyClient:
         self._expected = turn
         observation = self._build(turn, messages, tools, tokens_left, placement, seats)
         sent, self._answer = self._sent.take(observation) if self._sent is not None else (None, None)
-        if sent is None:
+        if sent is None or (not sent.sequence and self._answer is None):
             return self._await_answer(observation, self._choose_lane())
         if sent.lane != ANY_LANE:
             self._lane, self._worker = sent.lane, sent.worker
@@ -293,8 +293,8 @@ class PolicyClient:
         self.policy = policy
 
     async def _await_answer(self, observation: Observation, lane: str, sequence: int = 0) -> Turn:
-        """``sequence``: where it stands, if it was sent before."""
-        if sequence:
+        """``sequence``: where it stands, if it is known to have been stored before."""
+        if sequence or self._answer is not None:
             self.lane_in_use, self._observation_sequence = lane, sequence
             self._wakeup.is_set = self._answer is not None
         else:

@@ -16,7 +16,7 @@ NO_SEQUENCE = 1 << 62
 
 
 class SentTurn(NamedTuple):
-    """The question, its lane and worker, and the position in the log at which it stands (0: not known yet)."""
+    """The question, its lane and worker, and the position in the log at which it stands (0: not known)."""
 
     observation: Observation
     lane: str
