@@ -58,6 +58,16 @@ def handover() -> Handover:
     return Handover(rows_per_step=ROWS, rows_ahead=2)
 
 
+def test_a_step_is_one_of_fillers_unless_a_row_of_it_is_none(handover: Handover) -> None:
+    for rows in (0, 1, 5, 0):  # so many of 1, 1, 2 and 1 steps
+        handover.give(build_batch(rows), FILLER, is_last=False)
+    found = []
+    for _ in range(5):
+        found.append(handover.is_filler_step())
+        handover.end_step()
+    assert found == [True, False, False, False, True]
+
+
 @contextmanager
 def in_thread(function: object, *arguments: object) -> Iterator[Future[object]]:
     with ThreadPoolExecutor(1) as threads:

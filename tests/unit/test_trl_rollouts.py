@@ -9,14 +9,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from fleetbus.config.settings import Configuration, NatsSettings, RunSettings
 from fleetbus.errors import TakenOver, UserError
 from fleetbus_workers.trainers.handover import Handover
 from fleetbus_workers.trainers.learner_thread import LearnerThread
+from fleetbus_workers.trainers.rows import Row, build_filler
 from fleetbus_workers.trainers.trl import build_callback, check_arguments, record_optimizer
 
+ROWS = [
+    Row(
+        episode_id="e", group_id="g", ids=np.arange(2, dtype=np.int32), loss_mask=np.array([False, True]),
+        logprobs=np.zeros(2, np.float32), advantage=1.0,
+    )
+]  # fmt: skip
+FILLER = build_filler(ROWS)
 CONFIGURATION = Configuration(run=RunSettings(name="r1"), nats=NatsSettings(url="nats://127.0.0.1:1"))
 
 
@@ -86,6 +95,30 @@ def test_a_metric_that_was_nan_throughout_and_comes_as_none_does_not_end_trainin
     assert handover.metrics == pytest.approx({"loss": 0.5, "entropy": math.nan}, nan_ok=True)
     callback.on_log(None, None, None, logs={"train_loss": 0.5})  # what is said at the end of training
     assert handover.metrics["loss"] == 0.5
+
+
+def test_a_step_of_fillers_alone_moves_no_weights_and_no_moments_of_the_optimizer() -> None:
+    """With gradient accumulation 1 the fillers before a checkpoint are such a step, as are those of a batch without rows."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    handover = Handover(rows_per_step=1, rows_ahead=1)
+    handover.give(ROWS, FILLER, is_last=False)
+    handover.give([], FILLER, is_last=False)
+    handover.give(ROWS, FILLER, is_last=False)
+    callback, weight = build_callback(handover, OneProcess()), torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.1)
+    control, moved = SimpleNamespace(should_save=False, should_training_stop=False), []
+    for step in range(3):
+        before = weight.detach().clone()
+        row = handover.take(0)
+        (weight.sum() * row.advantage).backward()
+        callback.on_pre_optimizer_step(None, build_state(step), control, model=None, optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        callback.on_step_end(None, build_state(step + 1), control)
+        moved.append(not torch.equal(before, weight))
+    assert moved == [True, False, True]
+    assert optimizer.state[weight]["step"] == 2
 
 
 def test_more_steps_than_the_trainer_was_given_are_an_error_and_no_quiet_end(handover: Handover) -> None:

@@ -45,6 +45,8 @@ class Handover:
         self._changed = threading.Condition()
         self._rows: deque[Row] = deque()
         self._given_rows = 0
+        self._steps_with_rows: set[int] = set()
+        """The steps, from 0, that are not done and have a row that is no filler."""
         self._filler: Row | None = None
         self._batch = 0
         self._last = 0
@@ -133,9 +135,15 @@ class Handover:
         with self._changed:
             return len(self._rows)
 
+    def is_filler_step(self) -> bool:
+        """True if fillers are all that the present step has, whose rows were taken: it is to change nothing."""
+        with self._changed:
+            return self._steps not in self._steps_with_rows
+
     def end_step(self) -> StepEnd:
         """Say that an optimizer step is done and its weights are sent."""
         with self._changed:
+            self._steps_with_rows.discard(self._steps)
             self._steps += 1
             before = self._trained
             while self._ends and self._ends[0][1] <= self._steps:
@@ -175,6 +183,8 @@ class Handover:
 
     def _append(self, rows: list[Row]) -> None:
         self._rows.extend(rows)
+        places = enumerate(rows, self._given_rows)
+        self._steps_with_rows |= {place // self._rows_per_step for place, row in places if not row.is_filler}
         self._given_rows += len(rows)
         self._changed.notify_all()
 

@@ -240,6 +240,13 @@ def build_callback(handover: Handover, accelerator: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             handover.begin(state.global_step)
 
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
+            """With a gradient of zero, momentum and decay would move the weights; without any an optimizer leaves them."""
+            is_filler = torch.tensor(accelerator.is_main_process and handover.is_filler_step(), device=accelerator.device)
+            is_filler = accelerator.reduce(is_filler.to(torch.int32), reduction="sum")
+            if bool(is_filler) and getattr(accelerator, "scaler", None) is None:  # that one wants to have seen a gradient
+                optimizer.zero_grad()
+
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             decided = handover.end_step() if accelerator.is_main_process else (False, False)
             shared = accelerator.reduce(torch.tensor(decided, dtype=torch.int32, device=accelerator.device), reduction="sum")
