@@ -2,7 +2,9 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -22,6 +24,7 @@ class SentWeights:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._owner = uuid4().hex
+        self._began = time.time()
         self._layout: list[tuple[str, tuple[int, ...], torch.dtype]] = []
         self._lock = threading.Lock()
         self._newest: tuple[Path, tuple[TensorEntry, ...]] | None = None
@@ -43,7 +46,7 @@ class SentWeights:
 
     def save_weights(self, file: Path) -> tuple[TensorEntry, ...]:
         """See `SavesWeights.save_weights`: the newest get a second name. Raises `OSError`."""
-        if not self._is_published:  # whoever published before is refused by now
+        if not self._is_published:
             self._is_published = True
             self._remove_left()
         with self._lock:
@@ -56,10 +59,12 @@ class SentWeights:
         return manifest
 
     def _remove_left(self) -> None:
-        """Remove what killed processes left, half written too."""
+        """Remove what killed processes left, half written too: whoever published before is refused by now. What is newer may be
+        of somebody who has replaced this one, and publishes it."""
         for left in (*self._folder.glob(f"{_PREFIX}*"), *self._folder.glob(f".{_PREFIX}*")):
-            if self._owner not in left.name:
-                left.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if self._owner not in left.name and left.stat().st_mtime < self._began:
+                    left.unlink()
 
     def clear(self) -> None:
         """Remove what is kept; published versions stay."""
