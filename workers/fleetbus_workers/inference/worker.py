@@ -6,7 +6,7 @@ fair share of slots instead. Compute happens in the engine, never on the event l
 """
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -36,7 +36,15 @@ from fleetbus_workers.inference.snapshots import PublishedVersions, SnapshotSamp
 from fleetbus_workers.weights.transfer import ENGINE_COUNTER, PROCESSES_COUNTER, Fetch, WeightsReceiver
 
 RELOAD_SECONDS = 5.0
-"""Until a version that was rejected is tried again: its file may have been on its way."""
+LONGEST_RELOAD_SECONDS = 60.0
+"""Until a version that was rejected is tried again, at first and at last: its file may have been on its way, and is as large as
+the model."""
+
+TRIES_OF_THE_NEWEST = 3
+"""After so many a worker that has no version yet begins with one before: else it would answer nothing while others go on."""
+
+EARLIER_VERSIONS = 3
+"""So many of those before are tried; the files of others are hardly there any more."""
 
 log = structlog.get_logger()
 
@@ -139,20 +147,39 @@ class InferenceWorker:
     async def _follow_policy(self) -> None:
         """Load every published version as it comes, the newest known one first. Learners that begin stand beside them.
 
-        A rejected version is tried again until there is a newer one: a worker that stayed behind would make every group that
-        it takes part in stale.
+        A rejected version is tried again until there is a newer one, after longer and longer pauses: a worker that stays behind
+        makes every group that it takes part in stale.
         """
         subject = self._subjects.policy(self._policy)
         wanted: PolicyPublished | None = None
+        tries, pause = 0, math.inf
         async with self._bus.read([subject], start=await self._find_newest_position(subject)) as reader:
             while True:
-                with anyio.move_on_after(RELOAD_SECONDS if wanted is not None else math.inf):
+                with anyio.move_on_after(pause if wanted is not None else math.inf):
                     for entry, published in decode_entries(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
-                        wanted = published
+                        wanted, tries = published, 0
                         self._handler.expect_version(entry.sequence)
                 if wanted is not None and await self._load_version(wanted):
                     wanted = None
+                elif wanted is not None:
+                    tries, pause = tries + 1, min(2 * pause, LONGEST_RELOAD_SECONDS) if tries else RELOAD_SECONDS
+                    if tries >= TRIES_OF_THE_NEWEST and not self._ready.is_set():
+                        await self._load_earlier(wanted)
                 self._handler.clear_expected_version()
+
+    async def _load_earlier(self, newest: PolicyPublished) -> None:
+        """Load the newest version before one that cannot be had, if there is any."""
+        earlier: deque[PolicyPublished] = deque(maxlen=EARLIER_VERSIONS)
+        try:
+            async for entry in self._bus.scan([self._subjects.policy(self._policy)]):
+                found = decode_entries(PolicyPublished, [entry], beside=(LineageStarted,))
+                earlier.extend(published for _, published in found if published != newest and published.policy == self._policy)
+        except RequestUnanswered as unanswered:
+            log.warning("log read failed; continuing", reason=str(unanswered))
+        for published in reversed(earlier):
+            if await self._load_version(published):
+                log.warning("a version before the newest is loaded", version=published.version, newest=newest.version)
+                return
 
     async def _find_newest_position(self, subject: str) -> int:
         """Find the newest version in the log, or where to begin if there is none, however long the server is away."""

@@ -1,0 +1,97 @@
+"""A version whose weights cannot be had: workers go on with the one that they have, those that begin with the one before."""
+
+from __future__ import annotations
+
+import itertools
+
+import anyio
+
+from fleetbus.bus.memory import MemoryServer
+from fleetbus.bus.streams import plan_run
+from fleetbus_schemas import PolicyPublished, Subjects, encode
+from fleetbus_workers.inference.base import WeightsRejected
+from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.inference.worker import LONGEST_RELOAD_SECONDS
+from tests.support.single_engine import inference_worker
+from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
+from tests.support.virtual_time import virtual_time
+
+anyio_backend = virtual_time
+
+RUN = "gone"
+POLICY = Subjects(RUN).policy("default")
+
+
+class Choosy(ScriptedSampler):
+    """Takes all versions but those that are ``gone``; ``tried`` has when each was."""
+
+    def __init__(self, *gone: int) -> None:
+        super().__init__()
+        self.gone = set(gone)
+        self.tried: list[tuple[int, float]] = []
+        self.loaded = anyio.Event()
+
+    async def load(self, policy: PolicyPublished) -> None:
+        self.tried.append((policy.version, anyio.current_time()))
+        if policy.version in self.gone:
+            raise WeightsRejected("no such file")
+        await super().load(policy)
+        self.loaded.set()
+
+
+def published(version: int) -> PolicyPublished:
+    return PolicyPublished(
+        policy="default", version=version, lineage="l1", step=version, uri="file:///none", manifest=(), size_bytes=0
+    )
+
+
+async def test_a_worker_that_begins_goes_on_from_the_newest_version_that_can_be_had_until_there_is_a_newer_one() -> None:
+    sampler, server = Choosy(3, 4), MemoryServer()
+    server.declare(plan_run(RUN, lanes=2))
+    async with server.connect(RUN, worker="test") as bus:
+        for version in range(5):
+            await bus.publish(POLICY, encode(published(version)))
+        async with inference_worker(bus, RUN, sampler):
+            with anyio.fail_after(60):
+                await sampler.loaded.wait()
+            assert sampler.version == 2
+            await anyio.sleep(600)
+            assert sampler.version == 2 and sampler.tried[-1][0] == 4, "the newest is tried further"
+            sampler.loaded = anyio.Event()
+            await bus.publish(POLICY, encode(published(5)))
+            with anyio.fail_after(1):
+                await sampler.loaded.wait()
+            assert sampler.version == 5
+
+
+async def test_a_version_that_nobody_has_is_tried_at_longer_and_longer_intervals() -> None:
+    sampler, server = Choosy(1), MemoryServer()
+    server.declare(plan_run(RUN, lanes=2))
+    async with server.connect(RUN, worker="test") as bus:
+        await bus.publish(POLICY, encode(published(0)))
+        async with inference_worker(bus, RUN, sampler):
+            await sampler.loaded.wait()
+            await bus.publish(POLICY, encode(published(1)))
+            await anyio.sleep(3600)
+            times = [at for version, at in sampler.tried if version == 1]
+            pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+            assert pauses[:3] == [5, 10, 20] and set(pauses[4:]) == {LONGEST_RELOAD_SECONDS}
+            sampler.gone.clear()
+            await anyio.sleep(LONGEST_RELOAD_SECONDS)
+            assert sampler.version == 1
+
+
+async def ask(fleet: SmallDeployment) -> None:
+    await fleet.request("e")
+    await fleet.result("e")
+
+
+async def test_its_heartbeat_says_which_version_it_lacks_while_it_answers() -> None:
+    async with small_deployment(build_configuration()) as fleet:
+        await fleet.publish_policy(1)
+        await fleet.heard(fleet.inference("i1", sampler=Choosy(1)), fleet.environment("e1"))
+        with anyio.fail_after(60):
+            await ask(fleet)
+        await anyio.sleep(120)
+        assert fleet.beats["i1"].policy_version == 0
+        assert fleet.beats["i1"].problem == "weights of version 1 rejected: no such file"
