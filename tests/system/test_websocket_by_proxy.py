@@ -13,6 +13,7 @@ import anyio.abc
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from fleetbus.bus.nats import connect
 from fleetbus.bus.nats.websocket_transport import find_proxy
 from fleetbus.errors import UserError
 from tests.system.test_websocket import S, serving
@@ -108,7 +109,7 @@ async def test_a_proxy_that_refuses_is_an_error_of_one_line_without_its_password
             with pytest.raises(UserError) as refused:
                 async with place.connect("learner"):
                     pass
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and "by the proxy that HTTPS_PROXY names" in str(refused.value)
     assert not any(secret in f"{refused.getrepr()}{caplog.text}" for secret in (PASSWORD, "pass:word", ALLOWED))
 
 
@@ -121,3 +122,17 @@ def test_the_proxy_is_that_of_the_scheme_unless_the_host_is_excepted(
     for name, value in (("https_proxy", "p:1"), ("http_proxy", "http://q:2"), ("no_proxy", ".inside")):
         monkeypatch.setenv(name, value)
     assert find_proxy(urlparse(url)) == (proxy, {})
+
+
+@pytest.mark.parametrize("proxy", ["socks5://p:1", "ftp://ada:word@p:1", "http://[::"])
+async def test_a_proxy_that_no_websocket_goes_by_is_named_by_its_variable_and_without_its_password(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said that no server answers, or that what answers is none."""
+    for name in ("https_proxy", "no_proxy", "HTTPS_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
+    with pytest.raises(UserError, match=r"^HTTPS_PROXY ") as refused:
+        async with connect("wss://nats.example:443", run="r1", worker="w"):
+            pass
+    assert "word" not in str(refused.value)

@@ -28,6 +28,7 @@ from fleetbus.bus.nats.protocol import publish_command
 from fleetbus.bus.nats.request_mux import RequestMux
 from fleetbus.bus.nats.server_context import describe_missing_context
 from fleetbus.bus.nats.socket_transport import TlsMissing
+from fleetbus.bus.nats.websocket_transport import describe_proxy
 from fleetbus.bus.nats.wire import Wire
 from fleetbus.bus.streams import API
 from fleetbus.concurrency.task_groups import open_flat_task_group
@@ -275,8 +276,9 @@ async def _connect(connection: Connection, url: str, **options: object) -> None:
         reason = connection.first_error or error
         if isinstance(reason, ssl.SSLError):
             raise UserError(_describe_tls_error(strip_credentials(url), reason, has_authority="tls" in options)) from error
+        place = f"{strip_credentials(url)}{describe_proxy(url)}"
         raise UserError(
-            f"no NATS server answers at {strip_credentials(url)}: start one, or check --nats{describe_missing_context(url)}"
+            f"no NATS server answers at {place}: start one, or check --nats{describe_missing_context(url)}"
         ) from reason
     except (ValueError, TypeError, AttributeError) as error:  # nats-py's, about a greeting that is no INFO or has odd fields
         raise UserError(_describe_stranger(url)) from error

@@ -10,10 +10,12 @@ import base64
 import ssl
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
-from urllib.parse import ParseResult, unquote, urlsplit, urlunsplit
+from urllib.parse import ParseResult, unquote, urlparse, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 from nats.aio.transport import Transport
+
+from fleetbus.errors import UserError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -24,14 +26,31 @@ CLOSE_SECONDS = 0.5
 
 def find_proxy(uri: ParseResult) -> tuple[str, dict[str, str]]:
     """The proxy of ``HTTPS_PROXY`` (``HTTP_PROXY`` for ``ws://``) and its headers; empty where there is none, and where
-    ``NO_PROXY`` names the host."""
+    ``NO_PROXY`` names the host. Raises `UserError` for one that no WebSocket goes by."""
     found = getproxies().get("https" if uri.scheme == "wss" else "http", "")
     if not found or proxy_bypass(f"{uri.hostname}:{uri.port}" if uri.port else uri.hostname or ""):
         return "", {}
-    parts = urlsplit(found if "://" in found else f"http://{found}")
+    try:
+        parts = urlsplit(found if "://" in found else f"http://{found}")
+    except ValueError as error:
+        raise UserError(f"{_name_variable(uri)} is no URL of a proxy: {error}") from error
+    if parts.scheme not in ("http", "https"):
+        raise UserError(
+            f"{_name_variable(uri)} names a proxy of {parts.scheme}://, and a WebSocket goes by http:// or https://"
+        )
     user, _, host = parts.netloc.rpartition("@")
     said = base64.b64encode(unquote(user).encode()).decode()
     return urlunsplit((parts.scheme, host, "", "", "")), {"Proxy-Authorization": f"Basic {said}"} if user else {}
+
+
+def describe_proxy(url: str) -> str:
+    """A part of an error's text: where a server is asked for that does not answer, if that is not its own address."""
+    uri = urlparse(url)
+    return f" by the proxy that {_name_variable(uri)} names" if uri.scheme in ("ws", "wss") and find_proxy(uri)[0] else ""
+
+
+def _name_variable(uri: ParseResult) -> str:
+    return "HTTPS_PROXY" if uri.scheme == "wss" else "HTTP_PROXY"
 
 
 class WebSocketTransport(Transport):  # type: ignore[misc]  # nats-py is untyped
