@@ -18,7 +18,14 @@ from fleetbus_workers.learner.checkpoints import STATE
 from fleetbus_workers.trainers import handover as module
 from fleetbus_workers.trainers.handover import Handover, StepEnd, TrainerEnded
 from fleetbus_workers.trainers.rows import Row, build_filler, build_rows
-from fleetbus_workers.trainers.trainer import HandoverTrainer, TrainerState, hash_files, read_state
+from fleetbus_workers.trainers.trainer import (
+    HandoverTrainer,
+    TrainerState,
+    format_history,
+    hash_files,
+    read_history,
+    read_state,
+)
 from fleetbus_workers.trainers.weights import SentWeights
 
 ROWS = 4
@@ -262,9 +269,11 @@ def test_a_batch_of_which_nothing_is_trained_is_a_step_too(handover: Handover, t
     assert {(row.is_filler, *row.ids) for row in take_all(handover)} == {(True, 0, 0)}
 
 
-def write_state(folder: Path, checkpoint: Path) -> None:
+def write_state(folder: Path, checkpoint: Path, state_of_trainer: dict[str, object] | None = None) -> None:
     folder.mkdir()
     checkpoint.mkdir()
+    if state_of_trainer is not None:
+        (checkpoint / "trainer_state.json").write_bytes(msgspec.json.encode(state_of_trainer))
     (checkpoint / "model.safetensors").write_bytes(b"weights")
     (checkpoint / "optimizer.pt").write_bytes(b"moments")
     state = TrainerState(folder=str(checkpoint), step=int(checkpoint.name.rpartition("-")[2]), sha256=hash_files(checkpoint))
@@ -277,6 +286,20 @@ def test_a_trainer_that_began_elsewhere_than_the_run_is_refused(
     write_state(tmp_path / "state", tmp_path / "checkpoint-7")
     handover.begin(0)
     with pytest.raises(UserError, match=r"began after 0 of its steps, the run goes on after 7: give it the checkpoint .*-7"):
+        trainer.restore(tmp_path / "state")
+
+
+@pytest.mark.parametrize("logged", [[{"loss": 0.5, "step": 7}], [{"loss": 0.25, "step": 7}], []])
+def test_a_trainer_that_began_from_another_runs_checkpoint_of_that_step_is_refused(
+    handover: Handover, trainer: HandoverTrainer, tmp_path: Path, logged: list[dict[str, float]]
+) -> None:
+    checkpoint = tmp_path / "checkpoint-7"
+    write_state(tmp_path / "state", checkpoint, {"log_history": [{"loss": 0.25, "step": 7}]})
+    handover.begin(7, format_history(logged))
+    if format_history(logged) == read_history(checkpoint):
+        trainer.restore(tmp_path / "state")
+        return
+    with pytest.raises(UserError, match=r"from another checkpoint than .*checkpoint-7: give it that one"):
         trainer.restore(tmp_path / "state")
 
 

@@ -60,6 +60,8 @@ class Handover:
         """The batch that ended with the step that is to be followed by a checkpoint."""
         self._saved: dict[int, Path] = {}
         self._began: int | None = None
+        self.history = ""
+        """What the trainer says of the steps before those, as `fleetbus_workers.trainers.trainer.read_history` returns it."""
         self._closed = ""
         self.metrics: dict[str, float] = {}
         """What the trainer said last of its steps."""
@@ -117,10 +119,10 @@ class Handover:
 
     # The trainer's side.
 
-    def begin(self, step: int) -> None:
-        """Say with how many optimizer steps the trainer begins."""
+    def begin(self, step: int, history: str = "") -> None:
+        """Say with how many optimizer steps the trainer begins, and what it knows of them."""
         with self._changed:
-            self._began = step
+            self._began, self.history = step, history
             self._changed.notify_all()
 
     def take(self, timeout: float | None) -> Row:

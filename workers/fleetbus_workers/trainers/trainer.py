@@ -5,6 +5,7 @@ gathered, so that the weights of a version lack the batch before it; those of th
 """
 
 import hashlib
+import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -105,6 +106,11 @@ class HandoverTrainer:
                 f"the trainer began after {began} of its steps, the run goes on after {state.step}: give it the checkpoint "
                 f"{state.folder} (train(resume_from_checkpoint=rollouts.find_checkpoint()))"
             )
+        if read_history(Path(state.folder)) not in ("", self._handover.history):
+            raise UserError(
+                f"the trainer began after {began} of its steps from another checkpoint than {state.folder}: give it that one "
+                "(train(resume_from_checkpoint=rollouts.find_checkpoint()))"
+            )
         self._begin_step, self._saved_folder = began, Path(state.folder)
 
     def _check_begin(self) -> None:
@@ -142,6 +148,19 @@ def hash_files(folder: Path) -> dict[str, str]:
             with file.open("rb") as stream:
                 found[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
     return found
+
+
+def read_history(folder: Path) -> str:
+    """What a checkpoint of transformers' `Trainer` has logged until then, as `format_history`; empty if it says nothing."""
+    try:
+        return format_history(json.loads((folder / "trainer_state.json").read_bytes())["log_history"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def format_history(logged: list[dict[str, float]]) -> str:
+    """Losses of two runs differ, though their steps are as many; empty if there are none."""
+    return json.dumps(logged, sort_keys=True) if logged else ""
 
 
 def read_step(folder: Path) -> int:

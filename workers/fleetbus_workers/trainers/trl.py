@@ -43,7 +43,7 @@ from fleetbus_workers.run_access.server_address import generate_worker_name, res
 from fleetbus_workers.trainers.handover import Handover
 from fleetbus_workers.trainers.learner_thread import LearnerThread
 from fleetbus_workers.trainers.rows import Row
-from fleetbus_workers.trainers.trainer import HandoverTrainer, read_state
+from fleetbus_workers.trainers.trainer import HandoverTrainer, format_history, read_state
 from fleetbus_workers.trainers.weights import SentWeights
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def build_callback(handover: Handover, accelerator: Any) -> Any:
 
     class Callback(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            handover.begin(state.global_step)
+            handover.begin(state.global_step, format_history(state.log_history))
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
             """With a gradient of zero, momentum and decay would move the weights; without any an optimizer leaves them."""
