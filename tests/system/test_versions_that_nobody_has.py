@@ -11,7 +11,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus_schemas import PolicyPublished, Subjects, encode
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
-from fleetbus_workers.inference.worker import LONGEST_RELOAD_SECONDS
+from fleetbus_workers.inference.worker import LONGEST_RELOAD_SECONDS, RELOAD_SECONDS, TRIES_AT_ONCE
 from tests.support.single_engine import inference_worker
 from tests.support.small_deployment import SmallDeployment, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
@@ -64,7 +64,7 @@ async def test_a_worker_that_begins_goes_on_from_the_newest_version_that_can_be_
             assert sampler.version == 5
 
 
-async def test_a_version_that_nobody_has_is_tried_at_longer_and_longer_intervals() -> None:
+async def test_a_version_that_nobody_has_is_tried_for_a_minute_as_if_it_were_on_its_way_and_then_less_often() -> None:
     sampler, server = Choosy(1), MemoryServer()
     server.declare(plan_run(RUN, lanes=2))
     async with server.connect(RUN, worker="test") as bus:
@@ -75,7 +75,8 @@ async def test_a_version_that_nobody_has_is_tried_at_longer_and_longer_intervals
             await anyio.sleep(3600)
             times = [at for version, at in sampler.tried if version == 1]
             pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
-            assert pauses[:3] == [5, 10, 20] and set(pauses[4:]) == {LONGEST_RELOAD_SECONDS}
+            first, later = pauses[:TRIES_AT_ONCE], pauses[TRIES_AT_ONCE + 4 :]
+            assert set(first) == {RELOAD_SECONDS} and set(later) == {LONGEST_RELOAD_SECONDS}
             sampler.gone.clear()
             await anyio.sleep(LONGEST_RELOAD_SECONDS)
             assert sampler.version == 1

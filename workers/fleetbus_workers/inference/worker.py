@@ -40,6 +40,9 @@ LONGEST_RELOAD_SECONDS = 60.0
 """Until a version that was rejected is tried again, at first and at last: its file may have been on its way, and is as large as
 the model."""
 
+TRIES_AT_ONCE = 12
+"""So many tries follow each other by the first of these, a minute; then the pauses double."""
+
 TRIES_OF_THE_NEWEST = 3
 """After so many a worker that has no version yet begins with one before: else it would answer nothing while others go on."""
 
@@ -147,7 +150,7 @@ class InferenceWorker:
     async def _follow_policy(self) -> None:
         """Load every published version as it comes, the newest known one first. Learners that begin stand beside them.
 
-        A rejected version is tried again until there is a newer one, after longer and longer pauses: a worker that stays behind
+        A rejected version is tried again until there is a newer one, in the end once a minute: a worker that stays behind
         makes every group that it takes part in stale.
         """
         subject = self._subjects.policy(self._policy)
@@ -162,7 +165,8 @@ class InferenceWorker:
                 if wanted is not None and await self._load_version(wanted):
                     wanted = None
                 elif wanted is not None:
-                    tries, pause = tries + 1, min(2 * pause, LONGEST_RELOAD_SECONDS) if tries else RELOAD_SECONDS
+                    tries += 1
+                    pause = RELOAD_SECONDS if tries <= TRIES_AT_ONCE else min(2 * pause, LONGEST_RELOAD_SECONDS)
                     if tries >= TRIES_OF_THE_NEWEST and not self._ready.is_set():
                         await self._load_earlier(wanted)
                 self._handler.clear_expected_version()
