@@ -151,7 +151,7 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 
 def read_history(folder: Path) -> str:
-    """What a checkpoint of transformers' `Trainer` has logged until then, as `format_history`; empty if it says nothing."""
+    """All that a checkpoint of transformers' `Trainer` has logged, as `format_history`; empty if it says nothing."""
     try:
         return format_history(json.loads((folder / "trainer_state.json").read_bytes())["log_history"])
     except (OSError, ValueError, KeyError, TypeError):
