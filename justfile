@@ -60,7 +60,7 @@ sim-coverage *arguments:
 test-trl *arguments:
     test -d .venv-trl || python3 -m venv .venv-trl
     .venv-trl/bin/pip install -q -c constraints.txt -e '.[test]' 'trl>=1.16,<2'
-    HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -n0 -q -s -m 'slow or not slow' tests/unit/test_trl_parity.py tests/unit/test_trainer_formats.py tests/trainers/test_trl.py {{arguments}}
+    HF_HUB_OFFLINE=1 .venv-trl/bin/pytest -n0 -q -s -m 'slow or not slow' tests/unit/test_trl_parity.py tests/unit/test_trainer_formats.py tests/trainers {{arguments}}
 
 # The real OpenEnv server, from a separate environment: it needs an older mcp
 test-openenv *arguments:

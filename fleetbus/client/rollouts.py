@@ -136,6 +136,7 @@ async def rollouts(
     group_size: int = 8,
     groups_at_a_time: int = 16,
     version: int = 0,
+    pinned: bool = False,
     temperature: float | None = None,
     worker: str = "rollouts",
     runtime: Runtime | None = None,
@@ -144,6 +145,7 @@ async def rollouts(
 
     At most ``groups_at_a_time`` are out or wait to be taken: a caller that trains slowly slows the workers down. Episodes end
     by the configuration's ``limits.episode`` at the latest. A context, because tasks run behind it: leaving it ends them.
+    ``pinned``: no version but ``version``, which is published before, answers; episodes that another would answer are ``lost``.
 
     Beside a recorder the log keeps result and Actions of a finished episode for two minutes. What is read later,
     because the caller held up its event loop, comes from ``learner.archive``; without it such an episode is
@@ -153,7 +155,8 @@ async def rollouts(
     subjects = Subjects(configuration.run.name)
     requests = Requests(bus, subjects, configuration=configuration, worker=worker, runtime=runtime)
     archive = Path(configuration.learner.archive) if configuration.learner.archive else None
-    group_runner = _GroupRunner(bus, subjects, requests, group_size, version, temperature, archive, runtime or Runtime())
+    sampled = _Sampled(version=version, pinned=pinned, temperature=temperature)
+    group_runner = _GroupRunner(bus, subjects, requests, group_size, sampled, archive, runtime or Runtime())
     places = anyio.Semaphore(groups_at_a_time)
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
     async with open_first_error_task_group() as working:
@@ -178,6 +181,14 @@ async def rollouts(
         working.cancel_scope.cancel()
 
 
+class _Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """From which version episodes are sampled, and at which temperature: None for the configuration's."""
+
+    version: int
+    pinned: bool
+    temperature: float | None
+
+
 class _GroupRunner:
     """Groups that are out, and who waits for which result."""
 
@@ -187,8 +198,7 @@ class _GroupRunner:
         subjects: Subjects,
         requests: Requests,
         group_size: int,
-        version: int,
-        temperature: float | None,
+        sampled: _Sampled,
         archive: Path | None,
         runtime: Runtime,
     ) -> None:
@@ -196,8 +206,7 @@ class _GroupRunner:
         self._subjects = subjects
         self._requests = requests
         self._group_size = group_size
-        self._version = version
-        self._temperature = temperature
+        self._sampled = sampled
         self._archive = archive
         self._runtime = runtime
         self._waiting: dict[str, tuple[anyio.Event, list[EpisodeFinished]]] = {}
@@ -244,8 +253,9 @@ class _GroupRunner:
             group_size=self._group_size,
             split="eval",
             lineage="",
-            version=self._version,
-            temperature=self._temperature,
+            version=self._sampled.version,
+            pinned=self._sampled.pinned,
+            temperature=self._sampled.temperature,
         )
         event, results = self._waiting[request.episode_id] = anyio.Event(), []
         with structlog.contextvars.bound_contextvars(run=self._subjects.run, **name_episode(request)):
