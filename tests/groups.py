@@ -90,6 +90,7 @@ GROUPS = {
     "fleet-sdk": Group("test-fleet-sdk", 10),
     "agents": Group("test-agents", 90),
     "clients": Group("test-clients", 40, lacks_vagen),
+    "trainers": Group("test-trainers", 40),
     "vllm": Group("test-vllm", 60),
     "vllm-cuda": Group("test-vllm-cuda", 60),
     "gpu": Group("test-gpu", 10, lacks_gpu),

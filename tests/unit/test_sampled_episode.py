@@ -1,0 +1,132 @@
+"""Episodes whose policy another trainer samples: their rows, their bounds, and failures, which are never a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import pytest
+
+from fleetbus.client.blocking import SharedClient
+from fleetbus.client.sessions import SessionFailed
+from fleetbus.errors import UserError
+from fleetbus_schemas import ChatMessage, SessionAnswer, Task
+from fleetbus_workers.inference.chat_template import ChatTemplate
+from fleetbus_workers.inference.scripted import STOP, ScriptedTemplate
+from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded, EpisodeSource
+
+TURNS = 3
+
+
+class FakeSession:
+    """``TURNS`` turns of reward 0.25, and a verdict of 1 beyond them; ``fails``: the step that the environment fails at."""
+
+    def __init__(self, fails: int | None = None, unpaid: float | None = 1.0) -> None:
+        self._fails, self._unpaid = fails, unpaid
+        self.texts: list[str] = []
+        self.is_closed = False
+
+    async def request(self, kind: str, task: Task) -> SessionAnswer:
+        return answer()
+
+    async def reset(self) -> SessionAnswer:
+        return answer(messages=(ChatMessage(role="user", content="go"),))
+
+    async def step(self, text: str) -> SessionAnswer:
+        self.texts.append(text)
+        if len(self.texts) == self._fails:
+            raise SessionFailed(answer(end="failed", error="the browser is gone"))
+        told = (ChatMessage(role="user", content=f"{len(self.texts)}"),)
+        return answer(messages=told, reward=0.25, terminated=len(self.texts) == TURNS)
+
+    async def verify(self) -> SessionAnswer:
+        return answer(reward=self._unpaid, unpaid=self._unpaid, reason="the grader is away")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeClient:
+    """Hands out the given sessions, one after another."""
+
+    def __init__(self, *sessions: FakeSession) -> None:
+        self.sessions = list(sessions)
+        self.given: list[FakeSession] = []
+
+    def session(self, *, timeout: float) -> FakeSession:
+        self.given.append(self.sessions.pop(0))
+        return self.given[-1]
+
+    async def wait(self, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        return await function(*args)
+
+
+def answer(**fields: Any) -> SessionAnswer:
+    return SessionAnswer(session="s", key="0", **fields)
+
+
+def open_source(*sessions: FakeSession, **bounds: Any) -> tuple[EpisodeSource, FakeClient]:
+    client = FakeClient(*sessions)
+    source = EpisodeSource(
+        template=cast("ChatTemplate", ScriptedTemplate()),
+        client=cast("SharedClient", client),
+        tasks={"t": Task(key="t")},
+        **bounds,
+    )
+    return source, client
+
+
+async def sample(ids: Sequence[int]) -> tuple[list[int], list[float]]:
+    return [7, STOP], [-0.5, -0.25]
+
+
+async def test_a_row_has_each_sampled_id_and_each_of_the_environment_with_its_mask() -> None:
+    source, _ = open_source(FakeSession())
+    episode = await source.play("t", sample)
+    assert bytes(episode.prompt_ids) == b"go"
+    assert episode.response_ids == [7, STOP, ord("1"), 7, STOP, ord("2"), 7, STOP]
+    assert episode.response_mask == [1, 1, 0, 1, 1, 0, 1, 1]
+    assert episode.response_logprobs == [-0.5, -0.25, 0.0, -0.5, -0.25, 0.0, -0.5, -0.25]
+
+
+async def test_the_last_turn_has_what_the_verdict_gives_beyond_the_steps() -> None:
+    source, _ = open_source(FakeSession())
+    episode = await source.play("t", sample)
+    assert (episode.turn_rewards, episode.reward, episode.stop_reason) == ([0.25, 0.25, 1.25], 1.75, "completed")
+
+
+@pytest.mark.parametrize(("bounds", "reason"), [({"max_turns": 2}, "max_turns"), ({"max_tokens": 6}, "length")])
+async def test_an_episode_that_its_bounds_end_is_graded_and_ends_with_the_policys_own_words(
+    bounds: dict[str, int], reason: str
+) -> None:
+    source, client = open_source(FakeSession(), **bounds)
+    episode = await source.play("t", sample)
+    assert (episode.reward, episode.stop_reason, len(episode.turn_rewards)) == (1.5, reason, 2)
+    assert episode.response_mask[-1] == 1
+    assert client.given[0].is_closed
+
+
+async def test_an_episode_whose_environment_fails_is_played_again_from_the_start() -> None:
+    source, client = open_source(FakeSession(fails=2), FakeSession())
+    episode = await source.play("t", sample)
+    assert episode.reward == 1.75 and len(episode.response_ids) == 8
+    assert [session.is_closed for session in client.given] == [True, True]
+
+
+async def test_an_episode_that_fails_each_time_has_no_reward_but_a_reason() -> None:
+    source, client = open_source(FakeSession(fails=1), FakeSession(fails=1), retries=1)
+    with pytest.raises(EpisodeExcluded, match="the browser is gone"):
+        await source.play("t", sample)
+    assert all(session.is_closed for session in client.given)
+
+
+async def test_an_episode_without_a_verdict_is_excluded_with_the_graders_reason() -> None:
+    source, _ = open_source(FakeSession(unpaid=None), retries=0)
+    with pytest.raises(EpisodeExcluded, match="no verdict: the grader is away"):
+        await source.play("t", sample)
+
+
+async def test_a_task_that_is_not_there_is_named() -> None:
+    source, _ = open_source()
+    with pytest.raises(UserError, match="no task 'u'; the first is 't'"):
+        await source.play("u", sample)

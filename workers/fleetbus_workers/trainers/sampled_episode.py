@@ -1,0 +1,216 @@
+"""Episodes on a run's environments whose policy another trainer samples with servers of its own: ids in, ids out.
+
+    source = EpisodeSource.open(tokenizer, url="nats://host:4222", run="r1", tasks="tasks.json", max_turns=8)
+    episode = await source.play("task-1", sample)  # sample(ids) -> sampled ids, their log-probabilities
+
+An environment worker that is killed costs nothing: another one takes the session over. Callers may be on loops and
+in threads of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+import structlog
+
+from fleetbus.client.blocking import SharedClient, get_shared_client
+from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
+from fleetbus.errors import FleetbusError, UserError
+from fleetbus.tasks.files import build_tasks, load_tasks
+from fleetbus_schemas import ChatMessage, SessionAnswer, Task
+from fleetbus_schemas.chat import Text
+
+if TYPE_CHECKING:
+    from fleetbus_workers.inference.chat_template import ChatTemplate
+
+log = structlog.get_logger()
+
+Sample = Callable[[list[int]], Awaitable[tuple[Sequence[int], Sequence[float] | None]]]
+Tasks = str | os.PathLike[str] | Iterable[Task | Mapping[str, object]]
+
+
+class EpisodeExcluded(FleetbusError):
+    """The environment failed, or there is no verdict: the episode has no reward, and 0 would be a wrong one."""
+
+
+class EpisodeSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A run's environments, tasks by key, and bounds of an episode: ``max_turns``, and ``max_tokens`` after the prompt.
+    ``timeout``: seconds per call of an environment. ``retries``: how often an episode that fails is played again."""
+
+    client: SharedClient
+    tasks: dict[str, Task]
+    template: ChatTemplate | None = None
+    max_turns: int = 50
+    max_tokens: int | None = None
+    timeout: float = 600.0
+    retries: int = 2
+
+    @classmethod
+    def open(cls, tokenizer: Any, *, url: str = "", run: str = "default", tasks: Tasks, **bounds: Any) -> EpisodeSource:
+        """Open for a tokenizer of transformers, or for None where only texts are exchanged. Without ``url`` that of
+        FLEETBUS_NATS_URL counts. Raises `UserError`."""
+        if not (url := url or os.environ.get("FLEETBUS_NATS_URL", "")):
+            raise UserError("no server is known: give nats://HOST:4222, or set FLEETBUS_NATS_URL")
+        if isinstance(tasks, str | os.PathLike):
+            named = _load_tasks(file := Path(tasks).expanduser(), file.stat().st_mtime_ns if file.exists() else 0)
+        else:
+            named = {task.key: task for task in build_tasks(tasks)}
+        template = None if tokenizer is None else open_template(tokenizer)
+        return cls(client=get_shared_client(url, run), tasks=named, template=template, **bounds)
+
+    def episode(self, key: str) -> SampledEpisode:
+        """An episode of a task that has not begun. Raises `UserError` for an unknown key."""
+        return SampledEpisode(self, self.find_task(key))
+
+    def speak(self, key: str) -> SpokenEpisode:
+        """The same in texts. Raises `UserError` for an unknown key."""
+        return SpokenEpisode(self, self.find_task(key))
+
+    def find_task(self, key: str) -> Task:
+        """The task of this key. Raises `UserError`."""
+        if key not in self.tasks:
+            raise UserError(f"there is no task {key!r}; the first is {next(iter(self.tasks), '')!r}")
+        return self.tasks[key]
+
+    async def play(self, key: str, sample: Sample) -> SampledEpisode:
+        """One episode from its first turn to its verdict. Raises `EpisodeExcluded` when it has failed each time."""
+        for left in reversed(range(1 + self.retries)):
+            episode = self.episode(key)
+            try:
+                await episode.begin()
+                while not episode.is_over:
+                    await episode.step(*(await sample(episode.ids)))
+                return episode
+            except EpisodeExcluded as excluded:
+                if not left:
+                    raise
+                log.warning("episode failed; playing another", task=key, reason=str(excluded))
+            finally:
+                await episode.close()
+        raise AssertionError("unreachable")
+
+
+class SpokenEpisode:
+    """One episode in messages and texts. ``turn_rewards`` sum to ``reward``, which is None before the end."""
+
+    def __init__(self, source: EpisodeSource, task: Task) -> None:
+        self._source, self._task = source, task
+        self._session: Session = source.client.session(timeout=source.timeout)
+        self.turn_rewards: list[float] = []
+        self.is_over = False
+        self.stop_reason = ""
+
+    @property
+    def reward(self) -> float | None:
+        return sum(self.turn_rewards) if self.is_over else None
+
+    async def start(self) -> tuple[ChatMessage, ...]:
+        """The messages that the policy sees first. Raises `EpisodeExcluded`."""
+        await self._call(partial(self._session.request, "open", task=self._task))
+        return (await self._call(self._session.reset)).messages
+
+    async def say(self, text: str) -> tuple[ChatMessage, ...]:
+        """One turn, and what the environment says; an episode that is over has been graded. Raises `EpisodeExcluded`."""
+        answer = await self._call(self._session.step, text)
+        self.turn_rewards.append(answer.reward or 0.0)
+        ended = "completed" if answer.terminated else "truncated" if answer.truncated else ""
+        if not ended and len(self.turn_rewards) >= self._source.max_turns:
+            ended = "max_turns"
+        if ended:
+            await self.grade(ended)
+        return answer.messages
+
+    async def grade(self, reason: str = "length") -> float:
+        """End the episode, for this reason, and return its reward. Raises `EpisodeExcluded`."""
+        verdict = await self._call(self._session.verify)
+        if verdict.unpaid is None:
+            raise EpisodeExcluded(f"task {self._task.key} has no verdict: {verdict.reason}")
+        self.turn_rewards[-1] += verdict.unpaid
+        self.stop_reason, self.is_over = reason, True
+        return sum(self.turn_rewards)
+
+    async def close(self) -> None:
+        """Release the environment; harmless when repeated."""
+        with anyio.CancelScope(shield=True):  # bounded by the close's own limit
+            await self._source.client.wait(self._session.close)
+
+    async def _call(self, function: Callable[..., Awaitable[SessionAnswer]], *args: Any) -> SessionAnswer:
+        try:
+            return await self._source.client.wait(function, *args)
+        except (SessionFailed, SessionUnavailable) as error:
+            raise EpisodeExcluded(f"task {self._task.key}: {error}") from error
+
+
+class SampledEpisode(SpokenEpisode):
+    """The same in ids. ``ids``: what the policy is sampled after; ``response_mask``: 1 for sampled ids; ``response_logprobs``:
+    0.0 elsewhere."""
+
+    def __init__(self, source: EpisodeSource, task: Task) -> None:
+        super().__init__(source, task)
+        assert source.template is not None, "the source was opened without a tokenizer"
+        self.template = source.template
+        self.prompt_ids: list[int] = []
+        self.response_ids: list[int] = []
+        self.response_mask: list[int] = []
+        self.response_logprobs: list[float] = []
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.response_ids
+
+    async def begin(self) -> list[int]:
+        """The ids of the prompt. Raises `EpisodeExcluded`."""
+        self.prompt_ids = self.template.encode_prompt(await self.start(), ())
+        return self.prompt_ids
+
+    async def step(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """One turn of these sampled ids. Raises `EpisodeExcluded`."""
+        self._append(ids, 1, logprobs)
+        messages = await self.say(self.template.decode_text(ids))
+        if self.is_over:
+            return
+        following = self.template.encode_continuation(ids, messages)
+        most = self._source.max_tokens
+        if most is not None and len(self.response_ids) + len(following) >= most:
+            await self.grade("length")
+        else:
+            self._append(following, 0)
+
+    def _append(self, ids: Sequence[int], mask: int, logprobs: Sequence[float] | None = None) -> None:
+        self.response_ids += ids
+        self.response_mask += [mask] * len(ids)
+        self.response_logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
+
+
+@lru_cache(maxsize=8)
+def open_template(tokenizer: Any) -> ChatTemplate:
+    """Its chat template, as it is in memory: trainers replace it by one of their settings. Raises `UserError`."""
+    from fleetbus_workers.inference.chat_template import ChatTemplate  # texts alone need none of its packages
+
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return ChatTemplate(Path(folder))
+
+
+@lru_cache(maxsize=8)
+def _load_tasks(file: Path, changed_ns: int) -> dict[str, Task]:
+    """A file is read once, and again when it has changed: some trainers open a source per episode."""
+    return {task.key: task for task in load_tasks(file)}
+
+
+def join_texts(messages: Sequence[ChatMessage]) -> str:
+    """The texts of messages, a line each. Raises `ValueError` for one that shows an image."""
+    texts = []
+    for message in messages:
+        parts = (Text(text=message.content),) if isinstance(message.content, str) else message.content
+        if not all(isinstance(part, Text) for part in parts):
+            raise ValueError("the environment shows an image, and texts alone are exchanged")
+        texts += [part.text for part in parts if isinstance(part, Text)]
+    return "\n".join(texts)
