@@ -1,0 +1,77 @@
+"""SkyRL's rows for episodes that failed: not trained, and their group's mean stays. SkyRL itself is played by
+tests/clients/test_trainers.py; here its base class is a stand-in.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded
+
+MODULE = "fleetbus_workers.trainers.skyrl"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    base = ModuleType("skyrl.train.generators.base")
+    base.__dict__.update(GeneratorInterface=object, GeneratorInput=dict, GeneratorOutput=dict)
+    for name in ("skyrl", "skyrl.train", "skyrl.train.generators"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    yield importlib.import_module(MODULE)
+    sys.modules.pop(MODULE)
+
+
+class Source:
+    """Plays a task by its key, which is the reward, or "failed"."""
+
+    async def play(self, key: str, sample: Any) -> Any:
+        if key == "failed":
+            raise EpisodeExcluded("the browser is gone")
+        return SimpleNamespace(
+            prompt_ids=[1, 2],
+            response_ids=[3, 4, 5],
+            response_mask=[1, 0, 1],
+            response_logprobs=[-0.5, 0.0, -0.5],
+            reward=float(key),
+            stop_reason="completed",
+        )
+
+
+async def generate(module: ModuleType, keys: list[str], groups: str) -> Any:
+    generator = module.FleetbusGenerator.__new__(module.FleetbusGenerator)
+    generator._source = Source()
+    return await generator.generate(
+        {
+            "prompts": [[]] * len(keys),
+            "env_extras": [{"task_key": key} for key in keys],
+            "trajectory_ids": [SimpleNamespace(instance_id=group) for group in groups],
+            "sampling_params": {"logprobs": 1},
+        }
+    )
+
+
+async def test_a_failed_row_is_not_trained_and_has_the_mean_of_its_groups_other_rewards(module: ModuleType) -> None:
+    output = await generate(module, ["1.0", "failed", "0.5", "4.0"], "aaab")
+    assert output["rewards"] == [1.0, 0.75, 0.5, 4.0]
+    assert output["loss_masks"][1] == [0] and output["rollout_logprobs"][1] == [0.0]
+    assert len(output["response_ids"][1]) == 1
+    assert output["stop_reasons"][1] == "env_failed"
+    assert output["rollout_metrics"] == {"generate/excluded": 1.0}
+
+
+async def test_a_group_of_failures_alone_has_no_token_that_is_trained(module: ModuleType) -> None:
+    output = await generate(module, ["failed", "failed", "1.0"], "aab")
+    assert output["rewards"][0] == output["rewards"][1]
+    assert output["loss_masks"][:2] == [[0], [0]]
+
+
+async def test_a_batch_of_failures_alone_is_an_error_with_their_reason(module: ModuleType) -> None:
+    with pytest.raises(EpisodeExcluded, match="no episode of 2 was played: the browser is gone"):
+        await generate(module, ["failed", "failed"], "aa")
