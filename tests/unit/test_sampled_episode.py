@@ -24,7 +24,7 @@ class FakeSession:
     def __init__(self, fails: int | None = None, unpaid: float | None = 1.0) -> None:
         self._fails, self._unpaid = fails, unpaid
         self.texts: list[str] = []
-        self.is_closed = False
+        self.closed = 0
 
     async def request(self, kind: str, task: Task) -> SessionAnswer:
         return answer()
@@ -43,7 +43,7 @@ class FakeSession:
         return answer(reward=self._unpaid, unpaid=self._unpaid, reason="the grader is away")
 
     async def close(self) -> None:
-        self.is_closed = True
+        self.closed += 1
 
 
 class FakeClient:
@@ -103,27 +103,37 @@ async def test_an_episode_that_its_bounds_end_is_graded_and_ends_with_the_policy
     episode = await source.play("t", sample)
     assert (episode.reward, episode.stop_reason, len(episode.turn_rewards)) == (1.5, reason, 2)
     assert episode.response_mask[-1] == 1
-    assert client.given[0].is_closed
+    assert client.given[0].closed == 1
 
 
 async def test_an_episode_whose_environment_fails_is_played_again_from_the_start() -> None:
     source, client = open_source(FakeSession(fails=2), FakeSession())
     episode = await source.play("t", sample)
     assert episode.reward == 1.75 and len(episode.response_ids) == 8
-    assert [session.is_closed for session in client.given] == [True, True]
+    assert [session.closed for session in client.given] == [1, 1]
 
 
 async def test_an_episode_that_fails_each_time_has_no_reward_but_a_reason() -> None:
     source, client = open_source(FakeSession(fails=1), FakeSession(fails=1), retries=1)
     with pytest.raises(EpisodeExcluded, match="the browser is gone"):
         await source.play("t", sample)
-    assert all(session.is_closed for session in client.given)
+    assert [session.closed for session in client.given] == [1, 1]
 
 
 async def test_an_episode_without_a_verdict_is_excluded_with_the_graders_reason() -> None:
     source, _ = open_source(FakeSession(unpaid=None), retries=0)
     with pytest.raises(EpisodeExcluded, match="no verdict: the grader is away"):
         await source.play("t", sample)
+
+
+async def test_no_worker_is_asked_to_close_what_never_began_or_is_closed() -> None:
+    source, client = open_source(FakeSession(), FakeSession())
+    await source.episode("t").close()
+    begun = source.episode("t")
+    await begun.begin()
+    await begun.close()
+    await begun.close()
+    assert [session.closed for session in client.given] == [0, 1]
 
 
 async def test_a_task_that_is_not_there_is_named() -> None:
