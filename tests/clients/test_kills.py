@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 def find_python(name: str) -> str:
     """The Python of ``.venv-NAME`` or ``NAME_PYTHON``."""
     python = Path(os.environ.get(f"{name.upper()}_PYTHON") or ROOT / f".venv-{name}" / "bin" / "python")
-    assert python.is_file(), f"there is no {python}: run `just test-clients`"
+    assert python.is_file(), f"there is no {python}: `just test-clients` and `just test-trainers` make theirs"
     return str(python)
 
 
