@@ -9,7 +9,7 @@ In the file that ``actor_rollout_ref.rollout.agent.agent_loop_config_path`` name
       tasks: /data/tasks.json
 
 and ``agent_name: fleetbus`` and a ``task_key`` in the data set's rows, or the latter in their ``extra_info``. Why verl samples:
-docs/decisions/0280-other-trainers-sample-themselves.md. Needs verl 0.9.
+docs/decisions/0273-other-trainers-sample-themselves.md. Needs verl 0.9.
 """
 
 from __future__ import annotations
