@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import msgspec
 import pytest
 import torch
 from anyio.from_thread import start_blocking_portal
+from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fleetbus.bus.nats.server import NatsServerProcess
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 from fleetbus_workers.learner.torch.trainer import TorchTrainer
-from tests.support.servers import run_server
+from tests.support.servers import connect, run_server
 from tests.support.trainable_model import make_model
 from tests.support.trainer_settings import trainer_settings
 
@@ -190,6 +192,8 @@ def test_copies_that_do_not_divide_the_processes_are_refused(tmp_path: Path) -> 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServerProcess]:
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(run_server(tmp_path / "nats")) as server:
+        with portal.wrap_async_context_manager(connect(server.url, run="sharded", role="init", worker="i")):
+            pass  # the server's accounts have the run now
         yield server
 
 
@@ -223,3 +227,14 @@ def test_adapters_of_a_sharded_model_are_those_of_a_whole_one(folder: Path, tmp_
 
     assert_same(found, expected)
     assert_close(tmp_path / "two/weights", tmp_path / "one/weights")
+
+
+def test_adapters_of_copies_that_are_sharded_each_are_refused_where_peft_makes_them_of_a_shards_size(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Up to 0.20 it makes them whole."""
+    pytest.importorskip("peft")
+    if Version(version("peft")) < Version("0.21"):
+        pytest.skip("adapters are whole")
+    with pytest.raises(AssertionError, match=r"adapters of a shard's size: leave trainer\.shard_processes out"):
+        sharded(folder, tmp_path / "four", trainer_settings(shard_processes=2, lora_rank=2), 4)

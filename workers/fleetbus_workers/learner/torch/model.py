@@ -83,6 +83,12 @@ def add_adapters(model: PreTrainedModel, settings: TrainerSettings) -> None:
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     except ValueError as error:
         raise UserError(f"trainer.lora_target_modules = {targets}: {str(error).splitlines()[0]}") from error
+    for name, layer in model.named_modules():
+        if _ADAPTER not in getattr(layer, "lora_B", ()):
+            continue
+        rows = layer.lora_B[_ADAPTER].weight.shape[0]
+        if rows != getattr(layer.base_layer, "out_features", rows):
+            raise UserError(f"this version of peft gives {name} adapters of a shard's size: leave trainer.shard_processes out")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 

@@ -213,7 +213,8 @@ def init_shards(device: torch.device, precision: torch.dtype = torch.float32, sh
     if world % sharing:
         raise UserError(f"trainer.shard_processes = {sharing} does not divide the learner's {world} processes")
     shape = (world,) if sharing == world else (world // sharing, sharing)
-    return Shards(device, init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape) :]), precision)
+    # PEFT 0.21 makes adapters of a shard's size, as for tensor parallelism, unless the only dimension has this name.
+    return Shards(device, init_device_mesh(device.type, shape, mesh_dim_names=("copies", "fsdp")[-len(shape) :]), precision)
 
 
 def resolve_device(name: str) -> torch.device:
