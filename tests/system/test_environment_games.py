@@ -107,6 +107,24 @@ async def test_a_parallel_environment_pays_what_its_own_interface_does_and_shows
         assert shown[-1].truncated is True  # type: ignore[union-attr]
 
 
+async def test_what_an_agent_is_rewarded_with_while_others_move_in_its_round_is_its_own() -> None:
+    environment: Any = make("pettingzoo:sisl/pursuit_v5")
+    from pettingzoo.sisl import pursuit_v5
+
+    arguments = {"n_pursuers": 3, "max_cycles": 5}
+    original = pursuit_v5.parallel_env(**arguments)
+    original.reset(seed=7)
+    paid = dict.fromkeys(original.possible_agents, 0.0)
+    while original.agents:
+        for agent, reward in original.step(dict.fromkeys(original.agents, 0))[1].items():
+            paid[agent] += float(reward)
+    step: Start | Step = await begin(environment, 7, config={"kwargs": arguments})
+    while not (isinstance(step, Step) and (step.terminated or step.truncated)):
+        step = await act(environment, 0)
+    assert (await environment.verify()).seats == pytest.approx(paid, abs=1e-9)
+    assert min(paid.values()) < 0
+
+
 @pytest.mark.parametrize("id", SPIEL)
 async def test_each_seat_is_worth_what_openspiel_returns(id: str) -> None:
     factory: Any = make(f"openspiel:{id}").__class__

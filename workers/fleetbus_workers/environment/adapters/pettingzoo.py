@@ -96,6 +96,7 @@ class PettingZooEnvironment:
         self._lost = ""
         self._met: set[str] = set()
         self._legal: dict[str, dict[int, str]] = {}
+        self._collected: dict[str, float] = {}
 
     async def open(self, task: Task) -> None:
         self._task = task
@@ -130,7 +131,15 @@ class PettingZooEnvironment:
         for agent, move in chosen.items():
             if agent != self._game.agent_selection:
                 raise EnvironmentFailed(f"{self._name} asks {self._game.agent_selection} and not {agent}")
+            self._collect(agent)
             self._game.step(move)
+            self._collected.pop(agent)
+
+    def _collect(self, agent: str) -> None:
+        """Count the rewards since its last move, those of the moves of others in this round included: its own clears them."""
+        reward = float(self._game._cumulative_rewards[agent])
+        self._rewards[agent] += reward - self._collected.get(agent, 0.0)
+        self._collected[agent] = reward
 
     async def _show_round(self) -> dict[str, ChatMessage]:
         """Collect what each agent was rewarded with since its last move. Returns what each of those sees that move next."""
@@ -146,7 +155,7 @@ class PettingZooEnvironment:
             return {}
         shown = {}
         for each in tuple(self._game.agents) if self._is_parallel else (agent,):
-            self._rewards[each] += float(self._game._cumulative_rewards[each])
+            self._collect(each)
             seen = self._game.observe(each)
             self._legal[each] = self._list_moves(each, seen)
             shown[each] = await self._show(each, seen)
