@@ -27,7 +27,7 @@ class Engine:
         sampled, logprobs = sample(self._tokenizer, ids)
         output = SimpleNamespace(
             token_ids=sampled,
-            text=self._tokenizer.decode(sampled),  # with special tokens, as OpenRLHF asks its engine for
+            text=self._tokenizer.decode(sampled[:-1]),  # vLLM leaves out the end that it stopped at, unless it is asked for it
             finish_reason="stop",
             logprobs=[{token: SimpleNamespace(logprob=value)} for token, value in zip(sampled, logprobs, strict=True)],
         )
@@ -48,6 +48,8 @@ async def play(facts: dict[str, Any]) -> None:
             ids, ranges = response["observation_tokens"], response["action_ranges"]
             own = {place for start, end in ranges for place in range(start, end)}
             start = ranges[0][0]
+            ends = [tokenizer.eos_token_id] * 2
+            assert all(ids[place : place + 2] != ends for place in range(len(ids))), "a turn ends twice"
             mask = [int(place in own) for place in range(start, len(ids))]
             tell(tokenizer, ids[start:], mask, response["rollout_log_probs"][start:], response["reward"])
             played += 1

@@ -46,6 +46,8 @@ class FleetbusAgent(AgentInstanceBase):  # type: ignore[misc]
         """``rewards``: the turn's, a tensor; ``environment_feedback``: up to where the policy speaks again; ``done``."""
         template, episode = self._episode.template, self._episode
         ids = template.encode(state_dict["action_text"])
+        if not ids or ids[-1] not in template.stop_ids:
+            ids.append(template.turn_end)  # it was sampled, and OpenRLHF's engines leave it out of the text
         start = len(episode.response_ids) + len(ids)
         await episode.step(ids)
         return {
