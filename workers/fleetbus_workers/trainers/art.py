@@ -9,24 +9,33 @@ Needs ART (openpipe-art) 0.5.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import art
+import openai
 
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus_schemas import ChatMessage
 from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded, EpisodeSource, join_texts
 
 
 async def play_group(source: EpisodeSource, key: str, model: Any, *, group_size: int, **request: Any) -> art.TrajectoryGroup:
-    """``group_size`` episodes of a task; one that failed is among the group's exceptions, which ART leaves out. ``request``
-    goes into each call of the model's endpoint (``max_tokens``, ``temperature``). Raises `UserError` for an unknown key."""
+    """``group_size`` episodes of a task; one that failed, or whose model did not answer, is among the group's exceptions, which
+    ART leaves out. ``request`` goes into each call of the model's endpoint (``max_tokens``, ``temperature``). Raises
+    `UserError` for an unknown key; whatever is raised ends all of the group."""
     source.find_task(key)
-    played = await asyncio.gather(*[_play(source, key, model, request) for _ in range(group_size)])
+    played: list[art.Trajectory | Exception] = []
+
+    async def play() -> None:
+        played.append(await _play(source, key, model, request))
+
+    async with open_first_error_task_group() as playing:
+        for _ in range(group_size):
+            playing.start_soon(play)
     return art.TrajectoryGroup(played)
 
 
-async def _play(source: EpisodeSource, key: str, model: Any, request: dict[str, Any]) -> art.Trajectory | EpisodeExcluded:
+async def _play(source: EpisodeSource, key: str, model: Any, request: dict[str, Any]) -> art.Trajectory | Exception:
     client, name = model.openai_client(), model.get_inference_name()
     episode = source.speak(key)
     trajectory = art.Trajectory(messages_and_choices=[], metadata={"task_key": key})
@@ -44,8 +53,8 @@ async def _play(source: EpisodeSource, key: str, model: Any, request: dict[str, 
                 trajectory.reward = episode.reward
                 trajectory.metrics["turns"] = len(episode.turn_rewards)
                 return trajectory.finish()
-    except EpisodeExcluded as excluded:
-        return excluded
+    except (EpisodeExcluded, openai.OpenAIError) as failure:
+        return failure
     finally:
         await episode.close()
 

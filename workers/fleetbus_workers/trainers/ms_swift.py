@@ -16,18 +16,21 @@ from typing import Any
 
 from swift.rollout.gym_env import Env, envs
 
+from fleetbus.errors import UserError
 from fleetbus_workers.trainers.sampled_episode import EpisodeSource, SpokenEpisode, join_texts
 
 
 class FleetbusEnv(Env):  # type: ignore[misc]
-    """One episode. ``max_turns`` is to be that of ms-swift, so that an episode that ends there has its verdict. A failure
-    raises `EpisodeExcluded`: ms-swift has no row without a reward."""
+    """One episode. ``max_turns`` has to be that of ms-swift, which tells no environment that it ends an episode: only then
+    has that episode its verdict. A failure raises `EpisodeExcluded`: ms-swift has no row without a reward."""
 
     _episode: SpokenEpisode | None = None
 
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
         """The first user's text, nothing else to tell, and the system's text. Raises `EpisodeExcluded`, and `UserError`."""
         await self.close()
+        if missing := {"tasks", "task_key", "max_turns"} - {*self.env_config}:
+            raise UserError(f"a row's env_config lacks {', '.join(sorted(missing))}; max_turns is the --max_turns of ms-swift")
         given = {name: self.env_config[name] for name in ("url", "run", "max_turns", "timeout") if name in self.env_config}
         source = EpisodeSource.open(None, tasks=self.env_config["tasks"], **given)
         self._episode = source.speak(str(self.env_config["task_key"]))

@@ -1,0 +1,115 @@
+"""Trainers that exchange texts, ms-swift and ART: their rows are complete or refused. They themselves are played by
+tests/clients/test_trainers.py; here their classes are stand-ins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from fleetbus.client.blocking import SharedClient
+from fleetbus.errors import UserError
+from fleetbus_schemas import Task
+from fleetbus_workers.trainers.sampled_episode import EpisodeSource
+from tests.unit.test_sampled_episode import FakeClient, FakeSession
+
+Stand = Callable[[str, dict[str, dict[str, Any]]], ModuleType]
+
+
+class NoAnswer(Exception):
+    """Stands in for the errors of the openai package."""
+
+
+class Trajectory(SimpleNamespace):
+    def messages(self) -> list[Any]:
+        return [*self.messages_and_choices]
+
+    def finish(self) -> Trajectory:
+        return self
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
+    loaded = []
+
+    def load(name: str, modules: dict[str, dict[str, Any]]) -> ModuleType:
+        for module, members in modules.items():
+            stand = ModuleType(module)
+            stand.__dict__.update(members)
+            monkeypatch.setitem(sys.modules, module, stand)
+        loaded.append(f"fleetbus_workers.trainers.{name}")
+        return importlib.import_module(loaded[-1])
+
+    yield load
+    for module in loaded:
+        sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize("missing", ["max_turns", "task_key"])
+async def test_a_row_of_ms_swift_without_its_bound_or_its_task_is_refused_in_one_line(stand_in: Stand, missing: str) -> None:
+    class Env:
+        def __init__(self, env_config: dict[str, Any]) -> None:
+            self.env_config = env_config
+
+    module = stand_in("ms_swift", {"swift": {}, "swift.rollout": {}, "swift.rollout.gym_env": {"Env": Env, "envs": {}}})
+    given = {"tasks": "tasks.json", "task_key": "t", "max_turns": 3}
+    del given[missing]
+    with pytest.raises(UserError, match=f"env_config lacks {missing}"):
+        await module.FleetbusEnv(given).reset(None)
+
+
+def load_art(stand_in: Stand) -> ModuleType:
+    def build_trajectory(**fields: Any) -> Trajectory:
+        return Trajectory(metrics={}, **fields)
+
+    art = {"Trajectory": build_trajectory, "TrajectoryGroup": list}
+    return stand_in("art", {"art": art, "openai": {"OpenAIError": NoAnswer}})
+
+
+def build_model(create: Callable[..., Any]) -> Any:
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    return SimpleNamespace(openai_client=lambda: client, get_inference_name=lambda: "m")
+
+
+def open_texts(*sessions: FakeSession) -> EpisodeSource:
+    client = cast("SharedClient", FakeClient(*sessions))
+    return EpisodeSource(client=client, tasks={"t": Task(key="t")})
+
+
+async def test_an_episode_whose_model_does_not_answer_is_an_exception_of_arts_group_and_leaves_the_others(
+    stand_in: Stand,
+) -> None:
+    module, calls = load_art(stand_in), []
+
+    async def create(**_: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise NoAnswer("503")
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content="left"))])
+
+    sessions = FakeSession(), FakeSession()
+    group = await module.play_group(open_texts(*sessions), "t", build_model(create), group_size=2)
+    assert sorted(type(each).__name__ for each in group) == ["NoAnswer", "Trajectory"]
+    assert [each.reward for each in group if isinstance(each, Trajectory)] == [1.75]
+    assert [session.closed for session in sessions] == [1, 1]
+
+
+async def test_an_error_ends_all_episodes_of_arts_group_and_releases_their_environments(stand_in: Stand) -> None:
+    module, waiting = load_art(stand_in), anyio.Event()
+
+    async def create(messages: list[Any], **_: Any) -> Any:
+        if waiting.is_set():
+            raise ValueError("a fault of the program")
+        waiting.set()
+        await anyio.sleep_forever()
+
+    sessions = FakeSession(), FakeSession()
+    with pytest.raises(ValueError, match="a fault of the program"), anyio.fail_after(5):
+        await module.play_group(open_texts(*sessions), "t", build_model(create), group_size=2)
+    assert [session.closed for session in sessions] == [1, 1]
