@@ -36,7 +36,8 @@ class Engines:
 
 async def play(facts: dict[str, Any]) -> None:
     tokenizer = open_tokenizer()
-    config = SimpleNamespace(max_turns=50, sampling_params=SimpleNamespace(max_generate_length=64))
+    sampling = SimpleNamespace(max_generate_length=64, logprobs=1)
+    config = SimpleNamespace(max_turns=50, max_input_length=4096, sampling_params=sampling)
     names = ("url", "run", "tasks")
     generator: GeneratorInterface = FleetbusGenerator(
         config, Engines(tokenizer), tokenizer, **{name: facts[name] for name in names}

@@ -95,7 +95,9 @@ async def test_the_last_turn_has_what_the_verdict_gives_beyond_the_steps() -> No
     assert (episode.turn_rewards, episode.reward, episode.stop_reason) == ([0.25, 0.25, 1.25], 1.75, "completed")
 
 
-@pytest.mark.parametrize(("bounds", "reason"), [({"max_turns": 2}, "max_turns"), ({"max_tokens": 6}, "length")])
+@pytest.mark.parametrize(
+    ("bounds", "reason"), [({"max_turns": 2}, "max_turns"), ({"max_tokens": 6}, "length"), ({"max_context": 7}, "length")]
+)
 async def test_an_episode_that_its_bounds_end_is_graded_and_ends_with_the_policys_own_words(
     bounds: dict[str, int], reason: str
 ) -> None:
@@ -140,3 +142,13 @@ async def test_a_task_that_is_not_there_is_named() -> None:
     source, _ = open_source()
     with pytest.raises(UserError, match="no task 'u'; the first is 't'"):
         await source.play("u", sample)
+
+
+async def test_log_probabilities_that_are_not_those_of_the_ids_are_refused() -> None:
+    async def sample_without_the_end(ids: Sequence[int]) -> tuple[list[int], list[float]]:
+        return [7, STOP], [-0.5]
+
+    source, client = open_source(FakeSession())
+    with pytest.raises(ValueError, match="2 ids were sampled with 1 log-prob"):
+        await source.play("t", sample_without_the_end)
+    assert client.given[0].closed == 1

@@ -44,15 +44,15 @@ class Source:
         )
 
 
-async def generate(module: ModuleType, keys: list[str], groups: str) -> Any:
+async def generate(module: ModuleType, keys: list[str], groups: str, given: dict[str, Any] | None = None) -> Any:
     generator = module.FleetbusGenerator.__new__(module.FleetbusGenerator)
-    generator._source = Source()
+    generator._source, generator._sampling = Source(), SimpleNamespace(logprobs=1)
     return await generator.generate(
         {
             "prompts": [[]] * len(keys),
             "env_extras": [{"task_key": key} for key in keys],
             "trajectory_ids": [SimpleNamespace(instance_id=group) for group in groups],
-            "sampling_params": {"logprobs": 1},
+            "sampling_params": given,
         }
     )
 
@@ -66,10 +66,26 @@ async def test_a_failed_row_is_not_trained_and_has_the_mean_of_its_groups_other_
     assert output["rollout_metrics"] == {"generate/excluded": 1.0}
 
 
-async def test_a_group_of_failures_alone_has_no_token_that_is_trained(module: ModuleType) -> None:
-    output = await generate(module, ["failed", "failed", "1.0"], "aab")
-    assert output["rewards"][0] == output["rewards"][1]
+async def test_a_group_of_failures_alone_has_the_mean_of_the_batch_and_no_token_that_is_trained(module: ModuleType) -> None:
+    output = await generate(module, ["failed", "failed", "1.0", "2.0"], "aabb")
+    assert output["rewards"] == [1.5, 1.5, 1.0, 2.0]
     assert output["loss_masks"][:2] == [[0], [0]]
+
+
+async def test_log_probabilities_are_handed_on_where_the_batch_or_else_the_configuration_asks_for_them(
+    module: ModuleType,
+) -> None:
+    assert (await generate(module, ["1.0"], "a"))["rollout_logprobs"] == [[-0.5, 0.0, -0.5]]
+    assert (await generate(module, ["1.0"], "a", {"logprobs": 0}))["rollout_logprobs"] is not None
+    assert (await generate(module, ["1.0"], "a", {"logprobs": None}))["rollout_logprobs"] is None
+
+
+async def test_an_episode_ends_where_skyrls_own_would(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: dict[str, Any] = {}
+    monkeypatch.setattr(module.EpisodeSource, "open", lambda tokenizer, **bounds: opened.update(bounds))
+    config = SimpleNamespace(max_turns=3, max_input_length=512, sampling_params=SimpleNamespace(logprobs=1))
+    module.FleetbusGenerator(config, None, None, tasks="tasks.json")
+    assert (opened["max_turns"], opened["max_context"]) == (3, 512)
 
 
 async def test_a_batch_of_failures_alone_is_an_error_with_their_reason(module: ModuleType) -> None:

@@ -41,7 +41,8 @@ class EpisodeExcluded(FleetbusError):
 
 
 class EpisodeSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A run's environments, tasks by key, and bounds of an episode: ``max_turns``, and ``max_tokens`` after the prompt.
+    """A run's environments, tasks by key, and bounds of an episode: ``max_turns``, ``max_tokens`` after the prompt, and
+    ``max_context``, the longest that the policy is sampled after.
     ``timeout``: seconds per call of an environment. ``retries``: how often an episode that fails is played again."""
 
     client: SharedClient
@@ -49,6 +50,7 @@ class EpisodeSource(msgspec.Struct, frozen=True, kw_only=True):
     template: ChatTemplate | None = None
     max_turns: int = 50
     max_tokens: int | None = None
+    max_context: int | None = None
     timeout: float = 600.0
     retries: int = 2
 
@@ -176,14 +178,17 @@ class SampledEpisode(SpokenEpisode):
         return self.prompt_ids
 
     async def step(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
-        """One turn of these sampled ids. Raises `EpisodeExcluded`."""
+        """One turn of these sampled ids. Raises `EpisodeExcluded`, and `ValueError` for log-probabilities of others."""
+        if logprobs is not None and len(logprobs) != len(ids):
+            raise ValueError(f"{len(ids)} ids were sampled with {len(logprobs)} log-probabilities")
         self._append(ids, 1, logprobs)
         messages = await self.say(self.template.decode_text(ids))
         if self.is_over:
             return
         following = self.template.encode_continuation(ids, messages)
-        most = self._source.max_tokens
-        if most is not None and len(self.response_ids) + len(following) >= most:
+        source, length = self._source, len(self.response_ids) + len(following)
+        is_long = source.max_context is not None and len(self.prompt_ids) + length > source.max_context
+        if is_long or (source.max_tokens is not None and length >= source.max_tokens):
             await self.grade("length")
         else:
             self._append(following, 0)

@@ -26,7 +26,8 @@ log = structlog.get_logger()
 
 class FleetbusGenerator(GeneratorInterface):  # type: ignore[misc]
     """An episode that fails is played again, ``retries`` times. Then its row has no token that is trained, and the mean of its
-    group's other rewards for its own, so that their advantages keep their mean. Raises `EpisodeExcluded` if no episode of a
+    group's other rewards for its own, so that their advantages keep their mean; without others that of the batch. An episode
+    ends where SkyRL's own would, before a prompt of more than ``max_input_length``. Raises `EpisodeExcluded` if no episode of a
     batch was played."""
 
     def __init__(
@@ -41,9 +42,15 @@ class FleetbusGenerator(GeneratorInterface):  # type: ignore[misc]
         timeout: float = 600.0,
         retries: int = 2,
     ) -> None:
-        self._engines, self._length = inference_engine_client, int(generator_cfg.sampling_params.max_generate_length)
+        self._engines = inference_engine_client
         turns = int(generator_cfg.max_turns)
-        bounds = {"max_turns": turns, "max_tokens": turns * self._length, "timeout": timeout, "retries": retries}
+        self._sampling = generator_cfg.sampling_params
+        bounds = {
+            "max_turns": turns,
+            "max_context": int(generator_cfg.max_input_length),
+            "timeout": timeout,
+            "retries": retries,
+        }
         self._source = EpisodeSource.open(tokenizer, url=url, run=run, tasks=tasks, **bounds)
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
@@ -96,12 +103,14 @@ class FleetbusGenerator(GeneratorInterface):  # type: ignore[misc]
         blank = played[0]
         shown = [row or blank for row in rows]
         lengths = [len(row.response_ids) if row is not None else 1 for row in rows]
-        logged = (batch.get("sampling_params") or {}).get("logprobs") is not None
+        given = batch.get("sampling_params")  # without them the engines sample by the configuration's
+        logged = (self._sampling.logprobs if given is None else given.get("logprobs")) is not None
+        total = fmean([reward for group in rewards.values() for reward in group])
         return {
             "prompt_token_ids": [row.prompt_ids for row in shown],
             "response_ids": [row.response_ids[:length] for row, length in zip(shown, lengths, strict=True)],
             "rewards": [
-                fmean(rewards[group] or [0.0]) if row is None else row.reward for group, row in zip(groups, rows, strict=True)
+                fmean(rewards[group] or [total]) if row is None else row.reward for group, row in zip(groups, rows, strict=True)
             ],
             "loss_masks": [[0] if row is None else row.response_mask for row in rows],
             "stop_reasons": ["env_failed" if row is None else row.stop_reason for row in rows],
