@@ -50,11 +50,21 @@ class SharedClient:
 
 
 def get_shared_client(url: str, run: str) -> SharedClient:
-    """The client of this process for a run, made on first use and closed when the process ends."""
+    """The client of this process for a run, made on first use and closed when the process ends. A forked one makes its own."""
     with _lock:
         if (url, run) not in _open:
             _open[url, run] = _connect(url, run)
         return _open[url, run]
+
+
+def _forget_parent() -> None:
+    """A forked process has no thread of its parent's loop: a call to that would wait for ever."""
+    global _lock
+    _lock = threading.Lock()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _connect(url: str, run: str) -> SharedClient:
