@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
+import msgspec
 import pytest
 
 from fleetbus.client.rollouts import RolloutGroup
@@ -103,3 +108,89 @@ def test_a_prompt_of_another_data_set_is_refused_by_its_name(monkeypatch: pytest
     rollouts = make(monkeypatch, lambda task, size: RolloutGroup(task=task, episodes=()))
     with pytest.raises(UserError, match="'elsewhere' is the key of no task"):
         rollouts(["elsewhere"], TRAINER)
+
+
+def test_an_episode_without_a_token_that_is_trained_is_no_row_of_trls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play(task: Task, size: int) -> RolloutGroup:
+        empty = episode(1.0)
+        untrained = msgspec.structs.replace(empty.sequences[0], loss_mask=(False,) * len(empty.ids))
+        empty = msgspec.structs.replace(empty, sequences=(untrained,))
+        return RolloutGroup(task=task, episodes=(empty, *[episode(0.5)] * (size - 1)))
+
+    rollouts = make(monkeypatch, play, retries=0)
+    rows = rollouts(["a", "a"], TRAINER)
+    assert sorted(map(str, rows["episode_reward"])) == ["0.5", "None"]
+    assert all(rows["completion_ids"])
+    rollouts.close()
+
+
+class Publisher:
+    """Counts versions."""
+
+    version = 0
+
+    async def publish(self, tensors: Any, *, step: int) -> int:
+        self.version += 1
+        return self.version
+
+
+def build_trainer(step: int, **model: Any) -> SimpleNamespace:
+    accelerator = SimpleNamespace(
+        distributed_type=SimpleNamespace(value="NO"), is_main_process=model.pop("first", True), unwrap_model=lambda each: each
+    )
+    named = SimpleNamespace(named_parameters=list, **model)
+    state = SimpleNamespace(global_step=step)
+    return SimpleNamespace(args=TRAINER.args, accelerator=accelerator, model=named, state=state)
+
+
+def make_publishing(patch: pytest.MonkeyPatch) -> FleetbusRollouts:
+    pytest.importorskip("accelerate")
+    rollouts = make(patch, lambda task, size: RolloutGroup(task=task, episodes=(episode(1.0),) * size))
+    publisher = Publisher()
+
+    async def open_publisher(bus: object, configuration: object) -> Publisher:
+        return publisher
+
+    patch.setattr(trl_rollout_func, "open_publisher", open_publisher)
+    patch.setattr(rollouts, "_connect", lambda role: None)
+    rollouts._publish = True
+    return rollouts
+
+
+def test_weights_are_published_once_a_step_and_anew_for_another_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = make_publishing(monkeypatch)
+    trainer = build_trainer(0)
+    assert [rollouts._publish_weights(trainer) for _ in range(2)] == [1, 1]
+    trainer.state.global_step = 1
+    assert rollouts._publish_weights(trainer) == 2
+    other = build_trainer(1, name="another model")
+    assert rollouts._publish_weights(other) == 3
+    rollouts.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_adapter_is_refused_in_every_process(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    rollouts = make_publishing(monkeypatch)
+    with pytest.raises(UserError, match="an adapter's weights are not published alone"):
+        rollouts._publish_weights(build_trainer(0, first=first, peft_config={}))
+    rollouts.close()
+
+
+def test_an_interrupt_while_a_connection_is_made_leaves_nothing_that_holds_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = anyio.Event()
+
+    @asynccontextmanager
+    async def connect(*_: object, **__: object) -> AsyncIterator[None]:
+        _thread.interrupt_main()
+        await answered.wait()
+        yield
+
+    rollouts = make(monkeypatch, lambda task, size: RolloutGroup(task=task, episodes=()))
+    monkeypatch.setattr(trl_rollout_func, "connect", connect)
+    monkeypatch.setattr(trl_rollout_func, "resolve_server_url", lambda configuration: "nats://host")
+    with pytest.raises(KeyboardInterrupt):
+        rollouts._connect("operator")
+    closing = threading.Thread(target=rollouts.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()

@@ -67,7 +67,7 @@ class FleetbusRollouts:
         self._portal: BlockingPortal | None = None
         self._bus: NatsBus | None = None
         self._publisher: WeightsPublisher | None = None
-        self._step = -1
+        self._published: tuple[Any, int] = (None, -1)
         self.excluded: Counter[str] = Counter()
         """Episodes that failed by outcome, asked for again or not."""
 
@@ -97,7 +97,7 @@ class FleetbusRollouts:
     def close(self) -> None:
         """End connections; a later call makes new ones."""
         self._portal = self._bus = self._publisher = None
-        self._step = -1
+        self._published = (None, -1)
         self._stack.close()
 
     def _publish_weights(self, trainer: Any) -> int | None:
@@ -111,14 +111,14 @@ class FleetbusRollouts:
             raise UserError(
                 f"weights that {accelerator.distributed_type.value} may have sharded are not published: use TrlRollouts"
             )
-        if accelerator.is_main_process and trainer.state.global_step != self._step:
-            model, step = accelerator.unwrap_model(trainer.model), trainer.state.global_step
-            if hasattr(model, "peft_config"):
-                raise UserError("an adapter's weights are not published alone: train all weights, or give publish=False")
+        model, step = accelerator.unwrap_model(trainer.model), trainer.state.global_step
+        if hasattr(model, "peft_config"):  # in every process: one that went on would wait for the first
+            raise UserError("an adapter's weights are not published alone: train all weights, or give publish=False")
+        if accelerator.is_main_process and self._published != (trainer, step):
             if self._publisher is None:
                 self._publisher = self._call(partial(open_publisher, self._connect("learner"), self.configuration))
             self._call(partial(self._publisher.publish, model.named_parameters(), step=step))
-            self._step = step
+            self._published = (trainer, step)
         (version,) = broadcast_object_list([None if self._publisher is None else self._publisher.version])
         return int(version)
 
@@ -153,11 +153,15 @@ class FleetbusRollouts:
         play = partial(rollouts, self._bus, self.configuration, tasks, group_size=size, groups_at_a_time=len(tasks))
         async with play(version=version or 0, pinned=version is not None, temperature=temperature) as groups:
             async for group in groups:
-                found[group.task.key] += group.graded
                 for episode in group.episodes:
-                    if episode.reward is None or not episode.sequences:
-                        self.excluded[episode.outcome] += 1
+                    if episode.reward is None:
                         reasons.append(f"{episode.outcome}: {episode.error}")
+                    elif not any(True in sequence.loss_mask for sequence in episode.sequences):
+                        reasons.append(f"{episode.outcome}: it has no token that is trained")  # TRL takes no empty completion
+                    else:
+                        found[group.task.key].append(episode)
+                        continue
+                    self.excluded[episode.outcome] += 1
 
     def _call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run on the loop of these rollouts and wait."""
@@ -172,6 +176,7 @@ class FleetbusRollouts:
         if self._portal is None:
             loop = start_blocking_portal("asyncio", backend_options={"use_uvloop": True})
             self._portal = self._stack.enter_context(loop)
+            self._stack.callback(self._portal.call, self._portal.stop, True)  # a connection may not be made yet
             atexit.register(self.close)
         return self._portal
 
