@@ -144,6 +144,18 @@ async def test_a_task_that_is_not_there_is_named() -> None:
         await source.play("u", sample)
 
 
+async def test_what_is_sampled_beyond_the_row_is_not_told_to_the_environment() -> None:
+    source, client = open_source(FakeSession(), max_tokens=5)
+
+    async def sample_three(ids: Sequence[int]) -> tuple[list[int], list[float]]:
+        return [ord("a"), ord("b"), STOP], [-0.5] * 3
+
+    episode = await source.play("t", sample_three)
+    assert client.given[0].texts == [f"97 98 {STOP}", "97"]
+    assert episode.response_mask == [1, 1, 1, 0, 1] and len(episode.response_logprobs) == 5
+    assert (episode.reward, episode.stop_reason) == (1.5, "length")
+
+
 async def test_log_probabilities_that_are_not_those_of_the_ids_are_refused() -> None:
     async def sample_without_the_end(ids: Sequence[int]) -> tuple[list[int], list[float]]:
         return [7, STOP], [-0.5]

@@ -82,16 +82,19 @@ class EpisodeSource(msgspec.Struct, frozen=True, kw_only=True):
         return self.tasks[key]
 
     async def play(self, key: str, sample: Sample) -> SampledEpisode:
-        """One episode from its first turn to its verdict. Raises `EpisodeExcluded` when it has failed each time."""
-        for left in reversed(range(1 + self.retries)):
+        """One episode from its first turn to its verdict; the environment is told no more than what is in the row, which ends
+        at ``max_tokens``. Raises `EpisodeExcluded` when it has failed each time."""
+        for further in reversed(range(1 + self.retries)):
             episode = self.episode(key)
             try:
                 await episode.begin()
                 while not episode.is_over:
-                    await episode.step(*(await sample(episode.ids)))
+                    ids, logprobs = await sample(episode.ids)
+                    left = None if self.max_tokens is None else self.max_tokens - len(episode.response_ids)
+                    await episode.step(ids[:left], logprobs if logprobs is None else logprobs[:left])
                 return episode
             except EpisodeExcluded as excluded:
-                if not left:
+                if not further:
                     raise
                 log.warning("episode failed; playing another", task=key, reason=str(excluded))
             finally:

@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
+from fleetbus.errors import UserError
 from fleetbus_workers.trainers.sampled_episode import EpisodeSource, Tasks
 
 MAX_TURNS = 50
@@ -45,7 +46,7 @@ class FleetbusAgentLoop(AgentLoopBase):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._length = int(self.rollout_config.response_length)
+        self._length, self._longest = int(self.rollout_config.response_length), int(self.rollout_config.prompt_length)
         self._source = EpisodeSource.open(
             self.tokenizer,
             url=url,
@@ -65,13 +66,16 @@ class FleetbusAgentLoop(AgentLoopBase):  # type: ignore[misc]
 
         async def sample(ids: list[int]) -> tuple[Sequence[int], Sequence[float] | None]:
             nonlocal sampling_seconds, preempted
+            if not sampling_seconds and len(ids) > self._longest:
+                raise UserError(f"task {key} begins with {len(ids)} tokens, and data.max_prompt_length is {self._longest}")
             start = time.monotonic()
             output = await self.server_manager.generate(
                 request_id=request, prompt_ids=ids, sampling_params=dict(sampling_params)
             )
             sampling_seconds += time.monotonic() - start
             preempted = max(preempted, -1 if output.num_preempted is None else output.num_preempted)
-            extra_fields.update(output.extra_fields if not extra_fields else {})
+            names = ("max_global_steps",) if extra_fields else tuple(output.extra_fields)  # the first version and the last
+            extra_fields.update({name: output.extra_fields[name] for name in names if name in output.extra_fields})
             return output.token_ids, output.log_probs
 
         episode = await self._source.play(key, sample)
