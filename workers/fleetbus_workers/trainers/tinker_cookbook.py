@@ -15,6 +15,7 @@ import tinker
 from tinker_cookbook.rl.types import ActionExtra, Env, EnvGroupBuilder, RLDataset, RLDatasetBuilder, StepResult
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus_workers.trainers.sampled_episode import EpisodeSource, SampledEpisode
 
 STOP_REASONS = {"length": "max_tokens"}
@@ -46,6 +47,15 @@ class FleetbusEnv(Env):  # type: ignore[misc]
             metrics={f"stop/{STOP_REASONS.get(episode.stop_reason, episode.stop_reason)}": 1.0} if episode.is_over else {},
         )
 
+    async def grade(self) -> float:
+        """The verdict on an episode that the cookbook's own limits ended, beyond the rewards of its turns; 0 where it is among
+        them. Raises `EpisodeExcluded`."""
+        episode = self._episode
+        if episode.is_over or not episode.turn_rewards:
+            return 0.0
+        paid = sum(episode.turn_rewards)
+        return await episode.grade() - paid
+
     async def close(self) -> None:
         """Release the environment; harmless when repeated."""
         await self._episode.close()
@@ -67,11 +77,18 @@ class FleetbusGroupBuilder(EnvGroupBuilder):  # type: ignore[misc]
         self._made += envs
         return envs
 
+    async def compute_group_rewards(
+        self, trajectory_group: Sequence[Any], env_group: Sequence[FleetbusEnv]
+    ) -> list[tuple[float, dict[str, float]]]:
+        """A reward and no metrics for each of the group; see `FleetbusEnv.grade`."""
+        return [(await env.grade(), {}) for env in env_group]
+
     async def cleanup(self) -> None:
-        """Release what failed or was cancelled."""
+        """Release what failed or was cancelled, side by side: with the server away each takes its time."""
         made, self._made = self._made, []
-        for env in made:
-            await env.close()
+        async with open_first_error_task_group() as closing:
+            for env in made:
+                closing.start_soon(env.close)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_made": []}
