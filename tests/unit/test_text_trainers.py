@@ -16,7 +16,7 @@ import pytest
 from fleetbus.client.blocking import SharedClient
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
-from fleetbus_workers.trainers.sampled_episode import EpisodeSource
+from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded, EpisodeSource
 from tests.unit.test_sampled_episode import FakeClient, FakeSession
 
 Stand = Callable[[str, dict[str, dict[str, Any]]], ModuleType]
@@ -51,17 +51,35 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
         sys.modules.pop(module, None)
 
 
-@pytest.mark.parametrize("missing", ["max_turns", "task_key"])
-async def test_a_row_of_ms_swift_without_its_bound_or_its_task_is_refused_in_one_line(stand_in: Stand, missing: str) -> None:
+def load_ms_swift(stand_in: Stand) -> ModuleType:
     class Env:
         def __init__(self, env_config: dict[str, Any]) -> None:
             self.env_config = env_config
 
-    module = stand_in("ms_swift", {"swift": {}, "swift.rollout": {}, "swift.rollout.gym_env": {"Env": Env, "envs": {}}})
+    return stand_in("ms_swift", {"swift": {}, "swift.rollout": {}, "swift.rollout.gym_env": {"Env": Env, "envs": {}}})
+
+
+@pytest.mark.parametrize("missing", ["max_turns", "task_key"])
+async def test_a_row_of_ms_swift_without_its_bound_or_its_task_is_refused_in_one_line(stand_in: Stand, missing: str) -> None:
+    module = load_ms_swift(stand_in)
     given = {"tasks": "tasks.json", "task_key": "t", "max_turns": 3}
     del given[missing]
     with pytest.raises(UserError, match=f"env_config lacks {missing}"):
         await module.FleetbusEnv(given).reset(None)
+
+
+@pytest.mark.parametrize("fault", [{"unpaid": None}, {"fails": 1}])
+async def test_an_episode_of_ms_swift_that_fails_releases_its_environment(
+    stand_in: Stand, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]
+) -> None:
+    module, session = load_ms_swift(stand_in), FakeSession(**fault)
+    monkeypatch.setattr(module.EpisodeSource, "open", lambda *_, **__: open_texts(session))
+    env = module.FleetbusEnv({"tasks": "tasks.json", "task_key": "t", "max_turns": 3})
+    assert await env.reset(None) == ("go", {}, "")
+    with pytest.raises(EpisodeExcluded):
+        for _ in range(3):
+            await env.step([{"role": "assistant", "content": "left"}])
+    assert session.closed == 1
 
 
 def load_art(stand_in: Stand) -> ModuleType:

@@ -11,12 +11,13 @@ Needs ms-swift 4.6.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from swift.rollout.gym_env import Env, envs
 
 from fleetbus.errors import UserError
+from fleetbus_schemas import ChatMessage
 from fleetbus_workers.trainers.sampled_episode import EpisodeSource, SpokenEpisode, join_texts
 
 
@@ -34,16 +35,24 @@ class FleetbusEnv(Env):  # type: ignore[misc]
         given = {name: self.env_config[name] for name in ("url", "run", "max_turns", "timeout") if name in self.env_config}
         source = EpisodeSource.open(None, tasks=self.env_config["tasks"], **given)
         self._episode = source.speak(str(self.env_config["task_key"]))
-        messages = await self._episode.start()
+        messages = await self._release(self._episode.start())
         system = [message for message in messages if message.role == "system"]
         return join_texts([message for message in messages if message.role != "system"]), {}, join_texts(system)
 
     async def step(self, action: Sequence[dict[str, Any]]) -> tuple[str, float, bool, dict[str, Any]]:
         """One turn: the environment's text, its reward, whether the episode is over, why. Raises `EpisodeExcluded`."""
         assert self._episode is not None
-        messages = await self._episode.say(action[-1]["content"])
+        messages = await self._release(self._episode.say(action[-1]["content"]))
         info = {"stop_reason": self._episode.stop_reason}
         return join_texts(messages), self._episode.turn_rewards[-1], self._episode.is_over, info
+
+    async def _release(self, call: Awaitable[tuple[ChatMessage, ...]]) -> tuple[ChatMessage, ...]:
+        """What it returns; when it fails the environment is free: ms-swift closes none that raises."""
+        try:
+            return await call
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Release the environment; harmless when repeated."""
