@@ -47,7 +47,7 @@ class FleetbusEnv(Env):  # type: ignore[misc]
         return join_texts(messages), self._episode.turn_rewards[-1], self._episode.is_over, info
 
     async def _release(self, call: Awaitable[tuple[ChatMessage, ...]]) -> tuple[ChatMessage, ...]:
-        """What it returns; when it fails the environment is free: ms-swift closes none that raises."""
+        """The call's messages; when it fails the environment is free: ms-swift closes none that raises."""
         try:
             return await call
         except BaseException:
