@@ -130,6 +130,11 @@ FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
     ("swarm", 83): "an attempt that waited for an unanswered read was taken for one that does not stop",
     ("swarm", 101): "a gateway's client gave up at a 503, which is what it gets while the log does not answer",
     ("swarm", 128): "a recorder that was never told its lane began no archive, and none was expected to be missing",
+    (
+        "power",
+        177,
+    ): "a request that the log had lost was stored again behind its result, which the learner that joins never read",
+    ("power", 179): "a lineage whose start the log kept for the versions alone was not taken for the one before",
 }
 """Seeds, and what they found."""
 

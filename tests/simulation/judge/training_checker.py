@@ -180,10 +180,20 @@ class TrainingChecker:
     def _is_current(self, lineage: str) -> bool:
         return self.lineage is not None and self.lineage.lineage == lineage
 
+    @property
+    def _newest(self) -> str:
+        """The lineage that the next one follows; empty if there is none.
+
+        A learner begins on ``train.<name>``, then on ``policy.<name>``. Where the log loses both while the second is not
+        answered, the learner stores that one again and ends at the next entry of the first: that lineage stands on
+        ``policy.<name>`` alone, and who comes after it takes the name for given (docs/concepts/delivery.md, rule 13).
+        """
+        return self.lineage.lineage if self.lineage is not None else self._publisher
+
     def _apply_lineage(self, started: LineageStarted) -> None:
         require, step = self._observer.require, started.parent_step
         require(started.lineage not in self._lineages, "a lineage begins once", started.lineage)
-        require(started.parent == (self.lineage.lineage if self.lineage else ""), "a lineage follows the newest", str(started))
+        require(started.parent == self._newest, "a lineage follows the newest", str(started))
         anew = step == 0 and (not (self._checkpoints or self._was_checkpointed) or bool(started.restart))
         require(anew or step in self._checkpoints, "a lineage begins at a stored checkpoint", str(started))
         self._lineages.append(started.lineage)
