@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import anyio
+import pytest
+
 from fleetbus.bus.base import StreamEntry
+from fleetbus.bus.memory import MemoryBus, MemoryServer
+from fleetbus.bus.streams import plan_run
+from fleetbus.config.settings import LimitSettings
 from fleetbus.core.training.ledger import Ledger
-from fleetbus_schemas import EpisodeRequested, FloorRaised, Message, SamplingSettings, SeatPolicy, Subjects, Task, encode
-from fleetbus_workers.learner.joined_requests import JoinedRequests
+from fleetbus.errors import RequestUnanswered
+from fleetbus_schemas import (
+    EpisodeFinished,
+    EpisodeRequested,
+    Exclusion,
+    FloorRaised,
+    Message,
+    SamplingSettings,
+    SeatPolicy,
+    Subjects,
+    Task,
+    encode,
+)
+from fleetbus_workers.learner.joined_requests import CHECK_SECONDS, JoinedRequests
 from fleetbus_workers.learner.pool import GroupPool
+from tests.support.virtual_time import virtual_time
 
 SUBJECTS = Subjects("run")
 POLICY, ASKING = "solver", "default"
+LIMITS = LimitSettings(episode=60, grace=10)
+OVERDUE_SECONDS = LIMITS.episode + LIMITS.grace
+
+anyio_backend = virtual_time
 
 
 def build() -> tuple[JoinedRequests, GroupPool]:
     pool = GroupPool(Ledger(), minimum=2, max_staleness=0, policy=POLICY)
-    return JoinedRequests(pool, policy=POLICY, requested_by=ASKING, next_group=0, steps=4), pool
+    return JoinedRequests(pool, policy=POLICY, requested_by=ASKING, next_group=0, steps=4, limits=LIMITS), pool
 
 
 def stored(sequence: int, subject: str, message: Message) -> StreamEntry:
     return StreamEntry(subject=subject, payload=encode(message), sequence=sequence, time_ns=0)
 
 
-def request(sequence: int, group: int) -> StreamEntry:
+def request(sequence: int, group: int, *, deadline_ns: int = 1) -> StreamEntry:
     message = EpisodeRequested(
         episode_id=f"g{group:06d}-0",
         group_id=f"g{group:06d}",
@@ -33,7 +58,7 @@ def request(sequence: int, group: int) -> StreamEntry:
         sampling=SamplingSettings(),
         max_turns=2,
         max_tokens=64,
-        deadline_ns=1,
+        deadline_ns=deadline_ns,
         lineage="l1",
         seats=(SeatPolicy(seat="solver", policy=POLICY, trained=True),),
     )
@@ -59,3 +84,60 @@ def test_the_floor_of_the_policy_that_asks_is_not_that_of_the_one_that_joins() -
     joined.enter(request(3, 3))
     assert pool.group_ids == ("g000003",)
     assert SUBJECTS.floor in joined.list_subjects(SUBJECTS)
+
+
+async def store_result(bus: MemoryBus) -> None:
+    """The result of the first episode of group 7, of a worker that had read its request."""
+    result = EpisodeFinished(episode_id="g000007-0", group_id="g000007", attempt=1, outcome="env_failed", worker="w")
+    await bus.publish(SUBJECTS.episode(result.episode_id), encode(result))
+
+
+async def test_a_result_that_stands_before_its_request_is_found_once_the_episodes_time_is_over() -> None:
+    """A worker lived on when the log lost the request, and stored the result; then the learner that asks stored it again."""
+    joined, pool = build()
+    async with MemoryServer().connect("run") as bus, anyio.create_task_group() as group:
+        await bus.declare(plan_run("run", lanes=1))
+        await store_result(bus)
+        started = anyio.current_time()
+        joined.enter(request(2, 7, deadline_ns=bus.now_ns() + int(LIMITS.episode * 1e9)))
+        group.start_soon(joined.follow, bus, SUBJECTS)
+        with anyio.fail_after(10 * OVERDUE_SECONDS):
+            while pool.group_ids:
+                await pool.changed.wait()
+        assert OVERDUE_SECONDS <= anyio.current_time() - started <= OVERDUE_SECONDS + 2 * CHECK_SECONDS
+        group.cancel_scope.cancel()
+    assert pool.take_exclusions() == [Exclusion(episode_id="g000007-0", reason="env_failed")]
+
+
+@pytest.mark.parametrize("hours", [0, -5, 5])
+async def test_the_log_is_asked_once_per_grace_for_a_result_that_is_overdue(
+    monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """Whatever the server's clock is set to meanwhile, and whether it answers."""
+    reads: list[float] = []
+    joined, pool = build()
+    server = MemoryServer()
+    async with server.connect("run") as bus, anyio.create_task_group() as group:
+        await bus.declare(plan_run("run", lanes=1))
+        history = bus.history
+
+        async def counted(subjects: Sequence[str]) -> list[StreamEntry]:
+            reads.append(anyio.current_time())
+            if len(reads) == 2:
+                raise RequestUnanswered("no answer")
+            return await history(subjects)
+
+        monkeypatch.setattr(bus, "history", counted)
+        started = anyio.current_time()
+        joined.enter(request(2, 7, deadline_ns=bus.now_ns() + int(LIMITS.episode * 1e9)))
+        group.start_soon(joined.follow, bus, SUBJECTS)
+        await anyio.sleep(2 * CHECK_SECONDS)
+        server.step_clock(hours * 3600)
+        await anyio.sleep_until(started + OVERDUE_SECONDS + 3 * LIMITS.grace)
+        assert pool.group_ids == ("g000007",)
+        assert 3 <= len(reads) <= 4 and reads[0] >= started + OVERDUE_SECONDS
+        await store_result(bus)
+        with anyio.fail_after(2 * LIMITS.grace):
+            while pool.group_ids:
+                await pool.changed.wait()
+        group.cancel_scope.cancel()

@@ -9,25 +9,43 @@ from collections.abc import Callable, Iterable
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus, StreamEntry
+from fleetbus.bus.base import LogBus, StreamEntry
+from fleetbus.config.settings import LimitSettings
 from fleetbus.core.training.floor import find_group_number, parse_group_number
-from fleetbus.log.episodes import read_entry
+from fleetbus.errors import RequestUnanswered
+from fleetbus.log.episodes import read_entry, read_episode_state
 from fleetbus_schemas import EpisodeRequested, FloorRaised, LineageStarted, Subjects, TrainingFinished
 from fleetbus_schemas.channels import STORED
 from fleetbus_workers.learner.pool import GroupPool
 
 log = structlog.get_logger()
 
+CHECK_SECONDS = 5.0
+"""How often it is looked whether a result is overdue."""
+
 
 class JoinedRequests:
     """The requests of the learner of ``requested_by`` in which ``policy`` has a seat that is trained. They are entered as they
-    stand in the log, before their results. ``steps`` are those that both are to train."""
+    stand in the log, before their results; one that is stored again after the log lost it may stand behind its result, which
+    `follow` finds. ``steps`` are those that both are to train."""
 
-    def __init__(self, pool: GroupPool, *, policy: str, requested_by: str, next_group: int, steps: int) -> None:
+    def __init__(
+        self,
+        pool: GroupPool,
+        *,
+        policy: str,
+        requested_by: str,
+        next_group: int,
+        steps: int,
+        limits: LimitSettings | None = None,
+    ) -> None:
         self._pool = pool
         self._policy = policy
         self._requested_by = requested_by
         self._steps = steps
+        self._limits = limits or LimitSettings()
+        self._look_at: dict[str, float] = {}
+        """By episode without a result when the log is asked for it, by this process's clock: the server's may be set."""
         self._first_group = 0
         self.metrics: dict[str, float] = {}
         self.is_paused = False
@@ -57,8 +75,34 @@ class JoinedRequests:
         """Nothing, until drained."""
         await drain.wait()
 
-    async def follow(self, bus: Bus, subjects: Subjects) -> None:
-        """Nothing: who asks follows the engines."""
+    async def follow(self, bus: LogBus, subjects: Subjects) -> None:
+        """Until cancelled, look in the log for each result that has not been read when deadline and grace have passed, by when
+        the learner that asks has stored one itself (docs/concepts/delivery.md, rule 9).
+
+        A worker that lives on when the log loses a request stores its result all the same, and who asks stores the request
+        again, behind it. Nothing comes after that, and the group would be waited for without end.
+        """
+        while True:
+            await anyio.sleep(CHECK_SECONDS)
+            for episode_id in self._list_overdue(bus.now_ns()):
+                try:
+                    result = (await read_episode_state(bus, subjects, episode_id)).result_of_claim
+                except RequestUnanswered as unanswered:
+                    log.warning("result read failed; retrying later", episode=episode_id, reason=str(unanswered))
+                    continue
+                if result is not None:
+                    self._pool.add_result(result, result.request_sequence)
+
+    def _list_overdue(self, now_ns: int) -> list[str]:
+        """Episodes whose results are to be looked for; those of them that have none come again after another grace."""
+        now, limits, unanswered = anyio.current_time(), self._limits, self._pool.list_unanswered()
+        self._look_at = {
+            episode_id: self._look_at.get(episode_id, now + min((deadline_ns - now_ns) / 1e9, limits.episode) + limits.grace)
+            for episode_id, deadline_ns in unanswered.items()
+        }
+        overdue = [episode_id for episode_id, at in self._look_at.items() if at <= now]
+        self._look_at |= dict.fromkeys(overdue, now + limits.grace)
+        return overdue
 
     def enter(self, stored: StreamEntry) -> None:
         """An entry of `list_subjects`, in the order of the log."""

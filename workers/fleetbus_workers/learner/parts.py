@@ -154,6 +154,7 @@ def _join(configuration: Configuration, pool: GroupPool, resume_point: ResumePoi
         requested_by=settings.requested_by,
         next_group=resume_point.next_group,
         steps=settings.steps,
+        limits=configuration.limits,
     )
 
 

@@ -93,6 +93,15 @@ class GroupPool:
         """Groups that are requested or ready."""
         return tuple(self._groups)
 
+    def list_unanswered(self) -> dict[str, int]:
+        """Episodes without a result, and the deadlines of their requests (ns), as far as these are known."""
+        return {
+            episode_id: deadline_ns
+            for group in self._groups.values()
+            for episode_id, deadline_ns in group.deadlines_ns.items()
+            if episode_id not in group.results
+        }
+
     def size(self, group_id: str) -> int:
         """Episodes that the group is to have."""
         return self._groups[group_id].size
