@@ -11,6 +11,7 @@ import pytest
 
 import fleetbus.core.training.rewarded_parts as parts
 import fleetbus_workers.environment.episode.policy_client as policy_client
+import fleetbus_workers.environment.episode.result as result_of
 import fleetbus_workers.environment.episode.runner as runner
 from fleetbus.core.episode.history import Turn
 from fleetbus_schemas import ChatMessage, ContextChange, EpisodeFinished, EpisodeSeat
@@ -43,7 +44,8 @@ def rewards_exchanged(patch: pytest.MonkeyPatch) -> None:
 
 
 def unrewarded_seat_trained(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(runner, "add_unseated", lambda untrained, seats: untrained)
+    """What a seat without a reward sampled stands in the loss mask."""
+    patch.setattr(result_of, "add_unseated", lambda untrained, seats: untrained)
 
 
 def seat_lost_in_a_takeover(patch: pytest.MonkeyPatch) -> None:

@@ -58,11 +58,13 @@ def newest_file_instead_of_the_log(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_compare_and_set_of_steps(patch: pytest.MonkeyPatch) -> None:
+    """A learner writes whatever stands last on its subject."""
+
     async def faulty(self: book.FencedAppender, payload: bytes) -> int:
         self.last = (await self._bus.publish(self._subject, payload)).sequence
         return self.last
 
-    patch.setattr(book.FencedAppender, "_append", faulty)
+    patch.setattr(book.FencedAppender, "_publish", faulty)
 
 
 def staleness_ignored(patch: pytest.MonkeyPatch) -> None:
