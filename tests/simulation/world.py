@@ -16,7 +16,7 @@ from fleetbus.bus.base import StreamEntry
 from fleetbus.core.audit import training as audit_training
 from fleetbus.core.audit import versions as audit_limits
 from fleetbus.core.audit.books import Audit
-from fleetbus.log.archive_format import list_segments
+from fleetbus.log.archive_format import ArchiveDamaged, list_segments
 from fleetbus.log.archive_reader import read_archive
 from tests.simulation.deployment.endings import CLIENTS
 from tests.simulation.deployment.fixtures import build_fixtures
@@ -190,7 +190,12 @@ class World:
         """What was trimmed is in the archive, and what is in the archive is what was stored."""
         fixtures = self._fixtures
         with_entries = [archive for archive in fixtures.archives if list_segments(archive)]  # none: nothing was trimmed
-        archived = {entry.sequence: entry for archive in with_entries for entry in read_archive(archive)}
+        try:
+            archived = {entry.sequence: entry for archive in with_entries for entry in read_archive(archive)}
+        except ArchiveDamaged as damaged:
+            where = str(damaged).removeprefix(f"{fixtures.folder}/")  # another one in each run, and the trace is to be the same
+            self._observer.violate("every entry is in the log or in the archive", where)
+            return
         for entry in self.log_checker.entries:
             held = (fixtures.log.get(entry.sequence), archived.get(entry.sequence))
             right = any(held) and all(each in (None, entry) for each in held)
