@@ -111,10 +111,10 @@ PLANTS: dict[Plant, Found] = {
     ahead.turn_before_not_awaited: Found(42, "an action stands on all turns before it", "usual"),
     sessions.call_among_restored_ones: Found(2, "a session fails by its end in the log only"),
     sessions.answer_not_recorded: Found(1, "an answer is recorded before it is given"),
-    sessions.repeated_call_executed_again: Found(2, "a call of a session is executed once"),
+    sessions.repeated_call_executed_again: Found(10, "a call of a session is executed once"),
     sessions.session_left_open: Found(1, "a session's environment is closed exactly once"),
     sessions.sessions_without_slots: Found(3, "sessions <= session_slots"),
-    sessions.restored_without_steps: Found(2, "a step of a session follows all steps before"),
+    sessions.restored_without_steps: Found(3, "a step of a session follows all steps before"),
 }
 """Faults, and what found them. That seed comes first: when it still does, nothing else has to run."""
 
