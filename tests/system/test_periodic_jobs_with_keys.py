@@ -28,6 +28,7 @@ from fleetbus.config.settings import (
     LimitSettings,
     RunSettings,
 )
+from fleetbus.core.training.ledger import Ledger
 from fleetbus_schemas import SessionClaimed, SessionEnded, Subjects, Task, encode
 from fleetbus_schemas.channels import STORED, WORKERS
 from fleetbus_schemas.message import decode_any
@@ -37,6 +38,8 @@ from fleetbus_workers.gateway.gym_methods import GymCalls
 from fleetbus_workers.gateway.openenv_sessions import OpenEnvSessions
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.learner.curriculum import Curriculum
+from fleetbus_workers.learner.joined_requests import JoinedRequests
+from fleetbus_workers.learner.pool import GroupPool
 from fleetbus_workers.learner.scripted import ScriptedTrainer
 from fleetbus_workers.observe.run.run_observer import RunObserver
 from fleetbus_workers.observe.run.state import RunState
@@ -50,6 +53,7 @@ from tests.support.periodic_jobs import RETRIES, HastenedSleeps, find_jobs
 from tests.support.processes import until
 from tests.support.servers import RunningServers, running_servers
 from tests.support.small_deployment import LANES, RUN, SmallDeployment, build_configuration, small_deployment
+from tests.unit.test_joined_requests import ASKING, POLICY, request
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -69,7 +73,7 @@ DRIVEN = {
         "fleetbus_workers.environment.stepwise.host:_end_expired",
         "fleetbus_workers.environment.stepwise.orphan_sweep:run",
     },
-    "learner": {"fleetbus.delivery.requests:close_expired"},
+    "learner": {"fleetbus.delivery.requests:close_expired", "fleetbus_workers.learner.joined_requests:follow"},
     "recorder": {
         "fleetbus_workers.recorder.worker:_keep_periodically",
         "fleetbus_workers.recorder.worker:_trim_periodically",
@@ -134,6 +138,14 @@ class Fleet:
                 tasks.start_soon(self.observer.follow_server_view, lambda: None)
                 await self.observer.run()
 
+    async def join(self) -> None:
+        """As a learner that trains what another one asks for, and waits for a result that does not come."""
+        pool = GroupPool(Ledger(), minimum=2, max_staleness=0, policy=POLICY)
+        joined = JoinedRequests(pool, policy=POLICY, requested_by=ASKING, next_group=0, steps=3, limits=LIMITS)
+        joined.enter(request(1, 900))
+        async with self.servers.connect(RUN, "learner-1") as bus:
+            await joined.follow(bus, S)
+
     @asynccontextmanager
     async def serve_gym(self) -> AsyncIterator[Wire]:
         """A gateway to step-wise sessions, whose clients forget them."""
@@ -196,6 +208,7 @@ async def test_every_role_outlives_every_periodic_job_with_its_own_key(tmp_path:
             deployment, bus = driven.deployment, driven.deployment.bus
             members = driven.start()
             group.start_soon(driven.watch)
+            group.start_soon(driven.join)
             group.start_soon(raise_what_ends_a_member, deployment)
             expired = await deployment.all_results(2)  # nobody plays yet: their requester closes them at the deadline
             assert {result.outcome for result in expired} == {"timeout"}

@@ -83,10 +83,13 @@ async def test_new_weights_are_computed_with_where_the_old_ones_were_and_no_step
     tensors = unique_tensors(AutoModelForCausalLM.from_pretrained(second).state_dict())
     async with open_engine(first, slots=8) as sampler:
         await play_all(sampler, 8)
-        before = len(captures)
+        runner = sampler._runner
+        assert isinstance(runner, FusedRunner) and runner._captured is not None
+        replays, before = runner._captured._replays, len(captures)
+        sizes = {*replays}
         await sampler._submit_and_wait(WeightSwap(1, sampler._runner.prepare(tensors)))
         found = await play_all(sampler, 8)
-        assert len(captures) == before
+        assert len(captures) - before == len({*replays} - sizes), "a size that is new may have come: which rows meet is chance"
     async with open_engine(second, slots=8) as sampler:
         expected = await play_all(sampler, 8)
     assert [each.ids for _, each in found[0]] == [each.ids for _, each in expected[0]]

@@ -102,10 +102,10 @@ class FleetbusRollouts:
 
     def _publish_weights(self, trainer: Any) -> int | None:
         """The version that the workers have to sample from, the same in every process; None for any."""
-        from accelerate.utils import broadcast_object_list
-
         if not self._publish:
             return None
+        from accelerate.utils import broadcast_object_list
+
         accelerator = trainer.accelerator
         if str(accelerator.distributed_type.value) in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
             raise UserError(
