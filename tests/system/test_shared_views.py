@@ -121,10 +121,15 @@ async def test_up_serves_a_page_of_its_run_from_its_first_visit_on(tmp_path: Pat
 
 
 async def test_up_serves_no_page_where_none_is_wanted_and_another_one_has_the_port(tmp_path: Path) -> None:
-    with contextlib.suppress(OSError):  # whoever has it keeps it
-        stack = contextlib.ExitStack()
-        stack.enter_context(socket.create_server(("127.0.0.1", 8450)))
-    with stack:
+    taken: list[socket.socket] = []
+
+    def take() -> bool:
+        with contextlib.suppress(OSError):  # another test has it for now
+            taken.append(socket.create_server(("127.0.0.1", 8450)))
+        return bool(taken)
+
+    await until(take)
+    with taken[0]:
         assert "page: http://127.0.0.1:" in (served := await run(tmp_path, *ROLES, "up", "--steps", "2"))
         assert ":8450/" not in served
     assert "page: " not in await run(tmp_path, *ROLES, "up", "--steps", "2", "--fresh", "--no-monitor")

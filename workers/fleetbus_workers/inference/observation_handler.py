@@ -36,7 +36,6 @@ from fleetbus_workers.inference.base import (
 )
 from fleetbus_workers.inference.history_cache import History, HistoryCache, HistoryMismatch, StaleObservation
 from fleetbus_workers.inference.pinned_versions import HoldsVersions, wait_for_version
-from fleetbus_workers.inference.rendered_history import render_conversation
 from fleetbus_workers.inference.stops import end_at_stop
 from fleetbus_workers.inference.turn_rules import (
     VersionSuperseded,
@@ -44,6 +43,7 @@ from fleetbus_workers.inference.turn_rules import (
     compute_turn_seed,
     describe_lack_of_room,
     find_lack_of_room,
+    render_conversation,
 )
 
 PROBLEM_CHARS = 500

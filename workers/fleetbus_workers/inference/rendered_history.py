@@ -7,12 +7,8 @@ than those that were sampled, a new segment begins at the first token that diffe
 
 from collections.abc import Sequence
 
-import msgspec
-
 from fleetbus.core.text.reasoning import split_reasoning
-from fleetbus_schemas import NEW_ROOT, ChatMessage, Observation, SegmentOrigin, SegmentReason
-from fleetbus_workers.inference.base import RequestRefused, Template
-from fleetbus_workers.inference.history_cache import History
+from fleetbus_schemas import ChatMessage, SegmentReason
 
 
 def count_shared(history: Sequence[int], rendered: Sequence[int]) -> int:
@@ -27,21 +23,3 @@ def find_reason(conversation: Sequence[ChatMessage], rendered: str, marks: tuple
     texts = [message.content for message in conversation if message.role == "assistant" and isinstance(message.content, str)]
     thoughts = [split_reasoning(text, marks)[0] for text in texts] if marks is not None else []
     return "reasoning_dropped" if any(thought not in rendered for thought in thoughts) else "history_edited"
-
-
-def render_conversation(
-    template: Template, observation: Observation, history: History, conversation: Sequence[ChatMessage]
-) -> tuple[Observation, list[int]]:
-    """The whole prompt as the template writes it; where it is not the history and more, a segment of this worker's own begins
-    with it. Raises `RequestRefused`."""
-    if observation.origin is not None and observation.origin.reason != "seat":
-        raise RequestRefused("inference.reasoning = template renders the whole conversation, and a part of it was dropped")
-    if any(message.images for message in conversation):
-        raise RequestRefused("inference.reasoning = template renders text only, and the episode contains images")
-    rendered = template.encode_conversation(conversation, history.tools)
-    kept = count_shared(history.ids, rendered)
-    if kept == len(history.ids):
-        return observation, rendered
-    reason = template.explain_rendering(conversation, rendered)
-    origin = SegmentOrigin(parent=observation.segment if kept else NEW_ROOT, kept=kept, reason=reason)
-    return msgspec.structs.replace(observation, segment=observation.segments, origin=origin), rendered

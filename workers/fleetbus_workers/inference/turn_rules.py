@@ -1,9 +1,14 @@
-"""Decisions about a turn that all inference workers make alike: its seed, its pinned version, its room. Pure."""
+"""Decisions about a turn that all inference workers make alike: its seed, its pinned version, its room, its prompt."""
 
 import hashlib
+from collections.abc import Sequence
 
-from fleetbus_schemas import Observation
-from fleetbus_workers.inference.base import Generation
+import msgspec
+
+from fleetbus_schemas import NEW_ROOT, ChatMessage, Observation, SegmentOrigin
+from fleetbus_workers.inference.base import Generation, RequestRefused, Template
+from fleetbus_workers.inference.history_cache import History
+from fleetbus_workers.inference.rendered_history import count_shared
 
 
 class VersionSuperseded(Exception):
@@ -41,3 +46,21 @@ def compute_turn_seed(observation: Observation) -> int:
     """The seed of a turn: the same for every worker and every repetition of it."""
     name = f"{observation.sampling.seed}/{observation.episode_id}/{observation.turn}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def render_conversation(
+    template: Template, observation: Observation, history: History, conversation: Sequence[ChatMessage]
+) -> tuple[Observation, list[int]]:
+    """The whole prompt as the template writes it; where it is not the history and more, a segment of this worker's own begins
+    with it. Raises `RequestRefused`."""
+    if observation.origin is not None and observation.origin.reason != "seat":
+        raise RequestRefused("inference.reasoning = template renders the whole conversation, and a part of it was dropped")
+    if any(message.images for message in conversation):
+        raise RequestRefused("inference.reasoning = template renders text only, and the episode contains images")
+    rendered = template.encode_conversation(conversation, history.tools)
+    kept = count_shared(history.ids, rendered)
+    if kept == len(history.ids):
+        return observation, rendered
+    reason = template.explain_rendering(conversation, rendered)
+    origin = SegmentOrigin(parent=observation.segment if kept else NEW_ROOT, kept=kept, reason=reason)
+    return msgspec.structs.replace(observation, segment=observation.segments, origin=origin), rendered
