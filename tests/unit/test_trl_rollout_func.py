@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -181,7 +181,7 @@ def test_an_interrupt_while_a_connection_is_made_leaves_nothing_that_holds_up_th
 
     @asynccontextmanager
     async def connect(*_: object, **__: object) -> AsyncIterator[None]:
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # wakes it where it waits for a lock, too
         await answered.wait()
         yield
 
