@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from fleetbus.client.blocking import SharedClient, get_shared_client
 from fleetbus.client.contexts import describe_context
 from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
-from fleetbus.tasks.files import load_tasks
+from fleetbus.tasks.files import load_tasks_by_key
 from fleetbus_schemas import ChatMessage, SessionAnswer, Task
 from fleetbus_schemas.chat import Text
 
@@ -178,16 +177,10 @@ def _find_task(config: Any, extras: Mapping[str, Any]) -> Task:
     path = Path(str(file)).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"Tasks file not found: {path}")
-    tasks = _load_tasks(path, path.stat().st_mtime_ns)
+    tasks = load_tasks_by_key(path)
     if key not in tasks:
         raise ValueError(f"Task '{key}' not found in {path}. Available keys (first 5): {list(tasks)[:5]}")
     return tasks[key]
-
-
-@lru_cache(maxsize=8)
-def _load_tasks(path: Path, changed_ns: int) -> dict[str, Task]:
-    """A file is read once, and again when it has changed: an environment is made per episode."""
-    return {task.key: task for task in load_tasks(path)}
 
 
 def _build_chat_message(message: ChatMessage) -> dict[str, Any]:

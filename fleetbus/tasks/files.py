@@ -56,6 +56,17 @@ def load_tasks(path: str | os.PathLike[str]) -> list[Task]:
     return tasks
 
 
+def load_tasks_by_key(path: str | os.PathLike[str]) -> Mapping[str, Task]:
+    """As `load_tasks`, by key. A file is read once, and again when it has changed: some trainers ask for it per episode."""
+    file = Path(path).expanduser()
+    return _load_by_key(file, file.stat().st_mtime_ns if file.exists() else 0)
+
+
+@lru_cache(maxsize=8)
+def _load_by_key(file: Path, changed_ns: int) -> Mapping[str, Task]:
+    return {task.key: task for task in load_tasks(file)}
+
+
 def load_dataset(location: str) -> list[Task]:
     """The tasks at a location (see `fleetbus.tasks.datasets`), each with the dataset's version. Raises `UserError`."""
     tasks, problems = check_dataset(location)

@@ -4,9 +4,6 @@ tests/clients/test_trainers.py; here its base classes are stand-ins.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -17,23 +14,18 @@ from fleetbus.client.blocking import SharedClient
 from fleetbus_schemas import Task
 from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.trainers.sampled_episode import EpisodeSource
+from tests.support.trainer_stand_ins import load_adapter
 from tests.unit.test_sampled_episode import FakeClient, FakeSession
 
-MODULE = "fleetbus_workers.trainers.openrlhf"
 STARTER = Path(__file__).parents[2] / "workers/fleetbus_workers/starter/policy"
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    base = ModuleType("openrlhf.utils.agent")
-    base.__dict__.update(AgentInstanceBase=object, MultiTurnAgentExecutor=object)
-    for name in ("openrlhf", "openrlhf.utils"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, base.__name__, base)
-    yield importlib.import_module(MODULE)
-    sys.modules.pop(MODULE)
+    members = {"AgentInstanceBase": object, "MultiTurnAgentExecutor": object}
+    return load_adapter(monkeypatch, "openrlhf", {"openrlhf.utils.agent": members})
 
 
 @pytest.mark.parametrize("shown", ["", "end"])

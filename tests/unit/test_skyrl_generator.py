@@ -4,28 +4,19 @@ tests/clients/test_trainers.py; here its base class is a stand-in.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded
-
-MODULE = "fleetbus_workers.trainers.skyrl"
+from tests.support.trainer_stand_ins import load_adapter
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    base = ModuleType("skyrl.train.generators.base")
-    base.__dict__.update(GeneratorInterface=object, GeneratorInput=dict, GeneratorOutput=dict)
-    for name in ("skyrl", "skyrl.train", "skyrl.train.generators"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, base.__name__, base)
-    yield importlib.import_module(MODULE)
-    sys.modules.pop(MODULE)
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    members = {"GeneratorInterface": object, "GeneratorInput": dict, "GeneratorOutput": dict}
+    return load_adapter(monkeypatch, "skyrl", {"skyrl.train.generators.base": members})
 
 
 class Source:

@@ -4,9 +4,7 @@ tests/clients/test_trainers.py; here their classes are stand-ins.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -17,9 +15,8 @@ from fleetbus.client.blocking import SharedClient
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded, EpisodeSource
+from tests.support.trainer_stand_ins import load_adapter
 from tests.unit.test_sampled_episode import FakeClient, FakeSession
-
-Stand = Callable[[str, dict[str, dict[str, Any]]], ModuleType]
 
 
 class NoAnswer(Exception):
@@ -34,34 +31,19 @@ class Trajectory(SimpleNamespace):
         return self
 
 
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
-    loaded = []
-
-    def load(name: str, modules: dict[str, dict[str, Any]]) -> ModuleType:
-        for module, members in modules.items():
-            stand = ModuleType(module)
-            stand.__dict__.update(members)
-            monkeypatch.setitem(sys.modules, module, stand)
-        loaded.append(f"fleetbus_workers.trainers.{name}")
-        return importlib.import_module(loaded[-1])
-
-    yield load
-    for module in loaded:
-        sys.modules.pop(module, None)
-
-
-def load_ms_swift(stand_in: Stand) -> ModuleType:
+def load_ms_swift(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     class Env:
         def __init__(self, env_config: dict[str, Any]) -> None:
             self.env_config = env_config
 
-    return stand_in("ms_swift", {"swift": {}, "swift.rollout": {}, "swift.rollout.gym_env": {"Env": Env, "envs": {}}})
+    return load_adapter(monkeypatch, "ms_swift", {"swift.rollout.gym_env": {"Env": Env, "envs": {}}})
 
 
 @pytest.mark.parametrize("missing", ["max_turns", "task_key"])
-async def test_a_row_of_ms_swift_without_its_bound_or_its_task_is_refused_in_one_line(stand_in: Stand, missing: str) -> None:
-    module = load_ms_swift(stand_in)
+async def test_a_row_of_ms_swift_without_its_bound_or_its_task_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    module = load_ms_swift(monkeypatch)
     given = {"tasks": "tasks.json", "task_key": "t", "max_turns": 3}
     del given[missing]
     with pytest.raises(UserError, match=f"env_config lacks {missing}"):
@@ -70,9 +52,9 @@ async def test_a_row_of_ms_swift_without_its_bound_or_its_task_is_refused_in_one
 
 @pytest.mark.parametrize("fault", [{"unpaid": None}, {"fails": 1}])
 async def test_an_episode_of_ms_swift_that_fails_releases_its_environment(
-    stand_in: Stand, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]
 ) -> None:
-    module, session = load_ms_swift(stand_in), FakeSession(**fault)
+    module, session = load_ms_swift(monkeypatch), FakeSession(**fault)
     monkeypatch.setattr(module.EpisodeSource, "open", lambda *_, **__: open_texts(session))
     env = module.FleetbusEnv({"tasks": "tasks.json", "task_key": "t", "max_turns": 3})
     assert await env.reset(None) == ("go", {}, "")
@@ -82,12 +64,12 @@ async def test_an_episode_of_ms_swift_that_fails_releases_its_environment(
     assert session.closed == 1
 
 
-def load_art(stand_in: Stand) -> ModuleType:
+def load_art(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     def build_trajectory(**fields: Any) -> Trajectory:
         return Trajectory(metrics={}, **fields)
 
     art = {"Trajectory": build_trajectory, "TrajectoryGroup": list}
-    return stand_in("art", {"art": art, "openai": {"OpenAIError": NoAnswer}})
+    return load_adapter(monkeypatch, "art", {"art": art, "openai": {"OpenAIError": NoAnswer}})
 
 
 def build_model(create: Callable[..., Any]) -> Any:
@@ -101,9 +83,9 @@ def open_texts(*sessions: FakeSession) -> EpisodeSource:
 
 
 async def test_an_episode_whose_model_does_not_answer_is_an_exception_of_arts_group_and_leaves_the_others(
-    stand_in: Stand,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module, calls = load_art(stand_in), []
+    module, calls = load_art(monkeypatch), []
 
     async def create(**_: Any) -> Any:
         calls.append(1)
@@ -118,8 +100,10 @@ async def test_an_episode_whose_model_does_not_answer_is_an_exception_of_arts_gr
     assert [session.closed for session in sessions] == [1, 1]
 
 
-async def test_an_error_ends_all_episodes_of_arts_group_and_releases_their_environments(stand_in: Stand) -> None:
-    module, waiting = load_art(stand_in), anyio.Event()
+async def test_an_error_ends_all_episodes_of_arts_group_and_releases_their_environments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, waiting = load_art(monkeypatch), anyio.Event()
 
     async def create(messages: list[Any], **_: Any) -> Any:
         if waiting.is_set():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,28 +9,21 @@ import anyio
 import pytest
 
 from fleetbus_workers.inference.scripted import STOP
+from tests.support.trainer_stand_ins import load_adapter
 from tests.unit.test_sampled_episode import TURNS, FakeSession, open_source
 
-MODULE = "fleetbus_workers.trainers.tinker_cookbook"
 TYPES = ("ActionExtra", "Env", "EnvGroupBuilder", "RLDataset", "RLDatasetBuilder")
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    stand_ins: dict[str, dict[str, Any]] = {
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    modules: dict[str, dict[str, Any]] = {
         "chz": {"chz": lambda each: each},
         "tinker": {"ModelInput": SimpleNamespace(from_ints=list)},
-        "tinker_cookbook": {},
-        "tinker_cookbook.rl": {},
         "tinker_cookbook.rl.types": {"StepResult": SimpleNamespace, **{name: type(name, (), {}) for name in TYPES}},
         "tinker_cookbook.tokenizer_utils": {"get_tokenizer": None},
     }
-    for name, members in stand_ins.items():
-        stand = ModuleType(name)
-        stand.__dict__.update(members)
-        monkeypatch.setitem(sys.modules, name, stand)
-    yield importlib.import_module(MODULE)
-    sys.modules.pop(MODULE)
+    return load_adapter(monkeypatch, "tinker_cookbook", modules)
 
 
 async def make_group(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *sessions: FakeSession) -> tuple[Any, list[Any]]:

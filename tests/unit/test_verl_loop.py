@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,20 +9,14 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus_workers.inference.scripted import STOP
+from tests.support.trainer_stand_ins import load_adapter
 from tests.unit.test_sampled_episode import FakeSession, open_source
-
-MODULE = "fleetbus_workers.trainers.verl"
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    base = ModuleType("verl.experimental.agent_loop.agent_loop")
-    base.__dict__.update(AgentLoopBase=object, AgentLoopOutput=SimpleNamespace)
-    for name in ("verl", "verl.experimental", "verl.experimental.agent_loop"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, base.__name__, base)
-    yield importlib.import_module(MODULE)
-    sys.modules.pop(MODULE)
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    members = {"AgentLoopBase": object, "AgentLoopOutput": SimpleNamespace}
+    return load_adapter(monkeypatch, "verl", {"verl.experimental.agent_loop.agent_loop": members})
 
 
 class Servers:

@@ -23,7 +23,7 @@ import structlog
 from fleetbus.client.blocking import SharedClient, get_shared_client
 from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
 from fleetbus.errors import FleetbusError, UserError
-from fleetbus.tasks.files import build_tasks, load_tasks
+from fleetbus.tasks.files import build_tasks, load_tasks_by_key
 from fleetbus_schemas import ChatMessage, SessionAnswer, Task
 from fleetbus_schemas.chat import Text
 
@@ -46,7 +46,7 @@ class EpisodeSource(msgspec.Struct, frozen=True, kw_only=True):
     ``timeout``: seconds per call of an environment. ``retries``: how often an episode that fails is played again."""
 
     client: SharedClient
-    tasks: dict[str, Task]
+    tasks: Mapping[str, Task]
     template: ChatTemplate | None = None
     max_turns: int = 50
     max_tokens: int | None = None
@@ -61,7 +61,7 @@ class EpisodeSource(msgspec.Struct, frozen=True, kw_only=True):
         if not (url := url or os.environ.get("FLEETBUS_NATS_URL", "")):
             raise UserError("no server is known: give nats://HOST:4222, or set FLEETBUS_NATS_URL")
         if isinstance(tasks, str | os.PathLike):
-            named = _load_tasks(file := Path(tasks).expanduser(), file.stat().st_mtime_ns if file.exists() else 0)
+            named = load_tasks_by_key(tasks)
         else:
             named = {task.key: task for task in build_tasks(tasks)}
         template = None if tokenizer is None else open_template(tokenizer)
@@ -210,12 +210,6 @@ def open_template(tokenizer: Any) -> ChatTemplate:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return ChatTemplate(Path(folder))
-
-
-@lru_cache(maxsize=8)
-def _load_tasks(file: Path, changed_ns: int) -> dict[str, Task]:
-    """A file is read once, and again when it has changed: some trainers open a source per episode."""
-    return {task.key: task for task in load_tasks(file)}
 
 
 def join_texts(messages: Sequence[ChatMessage]) -> str:

@@ -43,15 +43,17 @@ class FleetbusGenerator(GeneratorInterface):  # type: ignore[misc]
         retries: int = 2,
     ) -> None:
         self._engines = inference_engine_client
-        turns = int(generator_cfg.max_turns)
         self._sampling = generator_cfg.sampling_params
-        bounds = {
-            "max_turns": turns,
-            "max_context": int(generator_cfg.max_input_length),
-            "timeout": timeout,
-            "retries": retries,
-        }
-        self._source = EpisodeSource.open(tokenizer, url=url, run=run, tasks=tasks, **bounds)
+        self._source = EpisodeSource.open(
+            tokenizer,
+            url=url,
+            run=run,
+            tasks=tasks,
+            max_turns=int(generator_cfg.max_turns),
+            max_context=int(generator_cfg.max_input_length),
+            timeout=timeout,
+            retries=retries,
+        )
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
         """One row per prompt, in their order; the prompts' own texts are not used, the environments' are."""
