@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import AsyncIterator, Sequence
 
 import anyio
+import pytest
 
+from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.log.newest_version import find_versions_before
 from fleetbus_schemas import PolicyPublished, Subjects, encode
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
@@ -62,6 +66,43 @@ async def test_a_worker_that_begins_goes_on_from_the_newest_version_that_can_be_
             with anyio.fail_after(1):
                 await sampler.loaded.wait()
             assert sampler.version == 5
+
+
+async def test_of_a_log_of_thousands_of_versions_few_are_read_for_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the manifest of a whole model, and each worker that begins looks for one with every try."""
+    sampler, server, read = Choosy(1999), MemoryServer(), 0
+    server.declare(plan_run(RUN, lanes=2))
+    async with server.connect(RUN, worker="test") as bus:
+        for version in range(2000):
+            await bus.publish(POLICY, encode(published(version)))
+        scan = bus.scan
+
+        async def count(subjects: Sequence[str], *, start: int = 1) -> AsyncIterator[StreamEntry]:
+            nonlocal read
+            async for entry in scan(subjects, start=start):
+                read += subjects == [POLICY]
+                yield entry
+
+        monkeypatch.setattr(bus, "scan", count)
+        async with inference_worker(bus, RUN, sampler):
+            with anyio.fail_after(60):
+                await sampler.loaded.wait()
+        assert sampler.version == 1998 and 0 < read < 50
+
+
+@pytest.mark.parametrize("between", [0, 1, 40])
+async def test_the_versions_before_one_are_found_however_far_apart_they_stand(between: int) -> None:
+    server = MemoryServer()
+    server.declare(plan_run(RUN, lanes=2))
+    async with server.connect(RUN, worker="test") as bus:
+        positions = []
+        for version in range(6):
+            for _ in range(between):
+                await bus.publish(Subjects(RUN).policy("another"), encode(published(version)))
+            positions.append((await bus.publish(POLICY, encode(published(version)))).sequence)
+        for number, position in enumerate(positions):
+            found = await find_versions_before(bus, POLICY, position, most=3)
+            assert [each.version for each in found] == list(range(number))[-3:]
 
 
 async def test_a_version_that_nobody_has_is_tried_for_a_minute_as_if_it_were_on_its_way_and_then_less_often() -> None:

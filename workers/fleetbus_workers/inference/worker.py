@@ -6,7 +6,7 @@ fair share of slots instead. Compute happens in the engine, never on the event l
 """
 
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -27,7 +27,7 @@ from fleetbus.delivery.slots import Slots
 from fleetbus.delivery.worker_lifecycle import WorkerLifecycle, run_lifecycle
 from fleetbus.errors import RequestUnanswered
 from fleetbus.log.episodes import RETRY_SECONDS, decode_entries
-from fleetbus.log.newest_version import find_newest_version
+from fleetbus.log.newest_version import find_newest_version, find_versions_before
 from fleetbus_schemas import ANY_LANE, Heartbeat, LineageStarted, PolicyPublished, SlotShare, Subjects
 from fleetbus_workers.inference.base import ImageSource, Sampler, Template, WeightsRejected
 from fleetbus_workers.inference.engine_meter import EngineMeter
@@ -155,12 +155,12 @@ class InferenceWorker:
         """
         subject = self._subjects.policy(self._policy)
         wanted: PolicyPublished | None = None
-        tries, pause = 0, math.inf
+        tries, pause, position = 0, math.inf, 0
         async with self._bus.read([subject], start=await self._find_newest_position(subject)) as reader:
             while True:
                 with anyio.move_on_after(pause if wanted is not None else math.inf):
                     for entry, published in decode_entries(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
-                        wanted, tries = published, 0
+                        wanted, tries, position = published, 0, entry.sequence
                         self._handler.expect_version(entry.sequence)
                 if wanted is not None and await self._load_version(wanted):
                     wanted = None
@@ -168,19 +168,18 @@ class InferenceWorker:
                     tries += 1
                     pause = RELOAD_SECONDS if tries <= TRIES_AT_ONCE else min(2 * pause, LONGEST_RELOAD_SECONDS)
                     if tries >= TRIES_OF_THE_NEWEST and not self._ready.is_set():
-                        await self._load_earlier(wanted)
+                        await self._load_earlier(wanted, position)
                 self._handler.clear_expected_version()
 
-    async def _load_earlier(self, newest: PolicyPublished) -> None:
-        """Load the newest version before one that cannot be had, if there is any."""
-        earlier: deque[PolicyPublished] = deque(maxlen=EARLIER_VERSIONS)
+    async def _load_earlier(self, newest: PolicyPublished, position: int) -> None:
+        """Load the newest version before one at that position of the log, which cannot be had, if there is any."""
+        subject = self._subjects.policy(self._policy)
         try:
-            async for entry in self._bus.scan([self._subjects.policy(self._policy)]):
-                found = decode_entries(PolicyPublished, [entry], beside=(LineageStarted,))
-                earlier.extend(published for _, published in found if published != newest and published.policy == self._policy)
+            earlier = await find_versions_before(self._bus, subject, position, most=EARLIER_VERSIONS)
         except RequestUnanswered as unanswered:
             log.warning("log read failed; continuing", reason=str(unanswered))
-        for published in reversed(earlier):
+            return
+        for published in reversed([each for each in earlier if each.policy == self._policy]):
             if await self._load_version(published):
                 log.warning("a version before the newest is loaded", version=published.version, newest=newest.version)
                 return
