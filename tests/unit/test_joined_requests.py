@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import anyio
+import anyio.lowlevel
 import pytest
 
 from fleetbus.bus.base import StreamEntry
@@ -141,3 +141,34 @@ async def test_the_log_is_asked_once_per_grace_for_a_result_that_is_overdue(
             while pool.group_ids:
                 await pool.changed.wait()
         group.cancel_scope.cancel()
+
+
+async def test_of_a_hundred_thousand_open_episodes_few_are_looked_through_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else is on the learner's event loop has its turn in between: heartbeats, and results that are read."""
+    joined, pool = build()
+    for number in range(12_500):
+        pool.admit(f"g{number:06d}", 8)
+        for index in range(8):
+            pool.expect(f"g{number:06d}-{index}", f"g{number:06d}", 1)
+    since, most, looked_through = 0, 0, 0
+    list_unanswered = pool.list_unanswered
+
+    def count(*arguments: str) -> dict[str, int]:
+        nonlocal since, most, looked_through
+        found = list_unanswered(*arguments)
+        since, looked_through = since + len(found), looked_through + len(found)
+        most = max(most, since)
+        return found
+
+    async def take_turns() -> None:
+        nonlocal since
+        while True:
+            since = 0
+            await anyio.lowlevel.checkpoint()
+
+    monkeypatch.setattr(pool, "list_unanswered", count)
+    async with anyio.create_task_group() as group:
+        group.start_soon(take_turns)
+        overdue = await joined._list_overdue(2)
+        group.cancel_scope.cancel()
+    assert looked_through == 100_000 and overdue == [] and most <= 10_000

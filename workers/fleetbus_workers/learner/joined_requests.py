@@ -6,7 +6,7 @@ It takes the place of `fleetbus_workers.learner.admission.Admission`, and asks f
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-import anyio
+import anyio.lowlevel
 import structlog
 
 from fleetbus.bus.base import LogBus, StreamEntry
@@ -22,6 +22,9 @@ log = structlog.get_logger()
 
 CHECK_SECONDS = 5.0
 """How often it is looked whether a result is overdue."""
+
+GROUPS_AT_ONCE = 256
+"""So many groups are looked through before others have their turn on the event loop."""
 
 
 class JoinedRequests:
@@ -84,7 +87,7 @@ class JoinedRequests:
         """
         while True:
             await anyio.sleep(CHECK_SECONDS)
-            for episode_id in self._list_overdue(bus.now_ns()):
+            for episode_id in await self._list_overdue(bus.now_ns()):
                 try:
                     result = (await read_episode_state(bus, subjects, episode_id)).result_of_claim
                 except RequestUnanswered as unanswered:
@@ -93,15 +96,22 @@ class JoinedRequests:
                 if result is not None:
                     self._pool.add_result(result, result.request_sequence)
 
-    def _list_overdue(self, now_ns: int) -> list[str]:
+    async def _list_overdue(self, now_ns: int) -> list[str]:
         """Episodes whose results are to be looked for; those of them that have none come again after another grace."""
-        now, limits, unanswered = anyio.current_time(), self._limits, self._pool.list_unanswered()
-        self._look_at = {
-            episode_id: self._look_at.get(episode_id, now + min((deadline_ns - now_ns) / 1e9, limits.episode) + limits.grace)
-            for episode_id, deadline_ns in unanswered.items()
-        }
-        overdue = [episode_id for episode_id, at in self._look_at.items() if at <= now]
-        self._look_at |= dict.fromkeys(overdue, now + limits.grace)
+        now, limits, group_ids = anyio.current_time(), self._limits, self._pool.group_ids
+        look_at: dict[str, float] = {}
+        overdue = []
+        for start in range(0, len(group_ids), GROUPS_AT_ONCE):
+            for group_id in group_ids[start : start + GROUPS_AT_ONCE]:
+                for episode_id, deadline_ns in self._pool.list_unanswered(group_id).items():
+                    if (at := self._look_at.get(episode_id)) is None:
+                        at = now + min((deadline_ns - now_ns) / 1e9, limits.episode) + limits.grace
+                    if at <= now:
+                        overdue.append(episode_id)
+                        at = now + limits.grace
+                    look_at[episode_id] = at
+            await anyio.lowlevel.checkpoint()
+        self._look_at = look_at
         return overdue
 
     def enter(self, stored: StreamEntry) -> None:

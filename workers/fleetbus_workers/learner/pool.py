@@ -93,13 +93,12 @@ class GroupPool:
         """Groups that are requested or ready."""
         return tuple(self._groups)
 
-    def list_unanswered(self) -> dict[str, int]:
-        """Episodes without a result, and the deadlines of their requests (ns), as far as these are known."""
+    def list_unanswered(self, group_id: str) -> dict[str, int]:
+        """A group's episodes without a result, and the deadlines of their requests (ns), as far as these are known."""
+        if (group := self._groups.get(group_id)) is None:
+            return {}
         return {
-            episode_id: deadline_ns
-            for group in self._groups.values()
-            for episode_id, deadline_ns in group.deadlines_ns.items()
-            if episode_id not in group.results
+            episode_id: deadline_ns for episode_id, deadline_ns in group.deadlines_ns.items() if episode_id not in group.results
         }
 
     def size(self, group_id: str) -> int:
