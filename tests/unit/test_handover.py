@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -357,6 +359,34 @@ def test_versions_are_the_newest_weights_that_were_sent_and_stay_when_others_com
     assert (tmp_path / "l1-v000000.safetensors").read_bytes() == content
     sent.clear()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["l1-v000000.safetensors", "l1-v000001.safetensors"]
+
+
+class OnDevice:
+    """A tensor of an accelerator, whose copies in this machine's memory are counted while they are held."""
+
+    copies: ClassVar[list[weakref.ref[Any]]] = []
+    most = 0
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def cpu(self) -> Any:
+        copy = self._tensor.clone()
+        self.copies.append(weakref.ref(copy))
+        OnDevice.most = max(self.most, sum(each() is not None for each in self.copies))
+        return copy
+
+
+def test_of_weights_that_are_there_anyway_no_more_than_one_is_copied_at_a_time(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    named: list[tuple[str, Any]] = [(f"layer{number}", OnDevice(torch.full((4,), float(number)))) for number in range(16)]
+    sent = SentWeights(tmp_path)
+    sent.write(named)
+    assert 1 <= OnDevice.most <= 2, "the one that is written, while the next one is made"
+    assert len(sent.save_weights(tmp_path / "l1-v000000.safetensors")) == 16
 
 
 def test_weights_of_another_shape_than_before_are_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Weights of a loop of your own as versions of the run's policy, which its inference workers sample from.
 
     publisher = await open_publisher(bus, configuration)
-    version = await publisher.publish(model.named_parameters(), step=10)
+    version = await publisher.publish([*model.named_parameters()], step=10)
 
 For a trainer that takes groups from `fleetbus.client.rollouts`. ``bus`` is connected as ``learner``: no other role may publish.
 """
@@ -40,8 +40,9 @@ class WeightsPublisher:
         return self._publication.version
 
     async def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, step: int) -> int:
-        """Write, upload and announce tensors under the names of the model's files, and return the version. Raises `OSError`,
-        and `ValueError` if names or shapes are not those of the version before."""
+        """Write, upload and announce tensors under the names of the model's files, and return the version. With an iterator the
+        first version holds copies of all of them in this machine's memory, for it may make them one after another. Raises
+        `OSError`, and `ValueError` if names or shapes are not those of the version before."""
         await self._runtime.offload(self._weights.write, tensors)
         return await self._publication.publish(step)
 

@@ -117,7 +117,7 @@ class FleetbusRollouts:
         if accelerator.is_main_process and self._published != (trainer, step):
             if self._publisher is None:
                 self._publisher = self._call(partial(open_publisher, self._connect("learner"), self.configuration))
-            self._call(partial(self._publisher.publish, model.named_parameters(), step=step))
+            self._call(partial(self._publisher.publish, [*model.named_parameters()], step=step))
             self._published = (trainer, step)
         (version,) = broadcast_object_list([None if self._publisher is None else self._publisher.version])
         return int(version)

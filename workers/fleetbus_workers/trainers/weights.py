@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,11 +31,12 @@ class SentWeights:
         self._is_published = False
 
     def write(self, tensors: Iterable[tuple[str, "torch.Tensor"]]) -> None:
-        """Keep these instead of those before. The first time all are held at once, in this machine's memory, for their shapes;
-        later one at a time. Raises `OSError`, or `ValueError` if names or shapes have changed."""
+        """Keep these instead of those before. One at a time is held in this machine's memory; the first time of an iterator all
+        are, for their shapes. Raises `OSError`, or `ValueError` if names or shapes have changed."""
         if not self._layout:
             self._folder.mkdir(parents=True, exist_ok=True)
-            tensors = [(name, tensor.detach().cpu()) for name, tensor in tensors]
+            if isinstance(tensors, Iterator):  # each may be gone once the next one is made
+                tensors = [(name, tensor.detach().cpu()) for name, tensor in tensors]
             self._layout = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
         file = self._folder / f"{_PREFIX}{self._owner}-{uuid4().hex}.safetensors"
         manifest = stream_weights(file, self._layout, tensors)
