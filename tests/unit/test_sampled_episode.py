@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from fleetbus.client.blocking import SharedClient
@@ -25,18 +27,19 @@ class FakeSession:
         self._fails, self._unpaid = fails, unpaid
         self.texts: list[str] = []
         self.closed = 0
+        self.shown = ""
 
     async def request(self, kind: str, task: Task) -> SessionAnswer:
         return answer()
 
     async def reset(self) -> SessionAnswer:
-        return answer(messages=(ChatMessage(role="user", content="go"),))
+        return answer(messages=(ChatMessage(role="user", content=self.shown or "go"),))
 
     async def step(self, text: str) -> SessionAnswer:
         self.texts.append(text)
         if len(self.texts) == self._fails:
             raise SessionFailed(answer(end="failed", error="the browser is gone"))
-        told = (ChatMessage(role="user", content=f"{len(self.texts)}"),)
+        told = (ChatMessage(role="user", content=self.shown or f"{len(self.texts)}"),)
         return answer(messages=told, reward=0.25, terminated=len(self.texts) == TURNS)
 
     async def verify(self) -> SessionAnswer:
@@ -106,6 +109,35 @@ async def test_an_episode_that_its_bounds_end_is_graded_and_ends_with_the_policy
     assert (episode.reward, episode.stop_reason, len(episode.turn_rewards)) == (1.5, reason, 2)
     assert episode.response_mask[-1] == 1
     assert client.given[0].closed == 1
+
+
+class ThreadedTemplate(ScriptedTemplate):
+    """Notes in which thread messages become ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []
+
+    def encode_prompt(self, *arguments: Any) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return super().encode_prompt(*arguments)
+
+    def encode_continuation(self, *arguments: Any) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return super().encode_continuation(*arguments)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_long_messages_become_ids_beside_the_trainers_event_loop(is_long: bool) -> None:
+    """A prompt of 30,000 tokens takes 50 ms, and a batch has thousands of episodes on one loop."""
+    session = FakeSession()
+    session.shown = "x" * (200_000 if is_long else 20)
+    source, _ = open_source(session)
+    template = ThreadedTemplate()
+    source = msgspec.structs.replace(source, template=cast("ChatTemplate", template))
+    episode = await source.play("t", sample)
+    assert bytes(episode.prompt_ids) == session.shown.encode()
+    assert {thread == threading.get_ident() for thread in template.threads} == {not is_long}
 
 
 async def test_an_episode_whose_environment_fails_is_played_again_from_the_start() -> None:

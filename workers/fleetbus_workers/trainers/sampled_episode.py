@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anyio
+import anyio.to_thread
 import msgspec
 import structlog
 
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fleetbus_workers.inference.chat_template import ChatTemplate
 
 log = structlog.get_logger()
+
+LONG_TEXT = 8192
+"""Characters of messages that take milliseconds to become ids."""
 
 Sample = Callable[[list[int]], Awaitable[tuple[Sequence[int], Sequence[float] | None]]]
 Tasks = str | os.PathLike[str] | Iterable[Task | Mapping[str, object]]
@@ -177,7 +180,8 @@ class SampledEpisode(SpokenEpisode):
 
     async def begin(self) -> list[int]:
         """The ids of the prompt. Raises `EpisodeExcluded`."""
-        self.prompt_ids = self.template.encode_prompt(await self.start(), ())
+        messages = await self.start()
+        self.prompt_ids = await _encode(messages, partial(self.template.encode_prompt, messages, ()))
         return self.prompt_ids
 
     async def step(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
@@ -188,7 +192,7 @@ class SampledEpisode(SpokenEpisode):
         messages = await self.say(self.template.decode_text(ids))
         if self.is_over:
             return
-        following = self.template.encode_continuation(ids, messages)
+        following = await _encode(messages, partial(self.template.encode_continuation, ids, messages))
         source, length = self._source, len(self.response_ids) + len(following)
         is_long = source.max_context is not None and len(self.prompt_ids) + length > source.max_context
         if is_long or (source.max_tokens is not None and length >= source.max_tokens):
@@ -200,6 +204,13 @@ class SampledEpisode(SpokenEpisode):
         self.response_ids += ids
         self.response_mask += [mask] * len(ids)
         self.response_logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
+
+
+async def _encode(messages: Sequence[ChatMessage], encode: Callable[[], list[int]]) -> list[int]:
+    """Long messages in a thread: all episodes of a batch share the trainer's event loop."""
+    texts = [message.content for message in messages]
+    length = sum(len(text) if isinstance(text, str) else LONG_TEXT for text in texts)
+    return await anyio.to_thread.run_sync(encode) if length >= LONG_TEXT else encode()
 
 
 @lru_cache(maxsize=8)
