@@ -34,6 +34,7 @@ class SharedClient:
 
     def __init__(self, portal: BlockingPortal, client: SessionClient) -> None:
         self._portal = portal
+        self._loop = portal.call(asyncio.get_running_loop)
         self._client = client
 
     def session(self, *, timeout: float) -> Session:
@@ -45,8 +46,13 @@ class SharedClient:
         return self._portal.call(function, *args)
 
     async def wait(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """The same, awaited on an asyncio loop; cancelling it cancels the call."""
-        return await asyncio.wrap_future(self._portal.start_task_soon(function, *args))
+        """The same, awaited on an asyncio loop, which it never holds up: with a portal's own way to start a call that loop
+        would stand still until this one has its turn. Cancelling it cancels the call."""
+
+        async def call() -> T:
+            return await function(*args)
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
 
 
 def get_shared_client(url: str, run: str) -> SharedClient:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import anyio
+import pytest
+from anyio.from_thread import start_blocking_portal
+
+from fleetbus.client.blocking import SharedClient
 
 PROGRAM = """
 import multiprocessing, os, sys
@@ -33,3 +43,58 @@ sys.exit(child.exitcode if child.exitcode is not None else "the call of the fork
 def test_a_forked_process_calls_on_a_loop_of_its_own() -> None:
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=30)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.fixture
+def client() -> Iterator[SharedClient]:
+    with start_blocking_portal("asyncio") as portal:
+        yield SharedClient(portal, cast("Any", None))
+
+
+def test_the_callers_loop_goes_on_while_the_shared_one_is_busy(client: SharedClient) -> None:
+    """A trainer's engines are on the caller's loop, and thousands of episodes keep the shared one busy."""
+    released = threading.Event()
+
+    async def hold_up() -> bool:
+        return released.wait(5)
+
+    async def echo() -> str:
+        return "answer"
+
+    async def call() -> tuple[bool, str]:
+        held, echoed = asyncio.ensure_future(client.wait(hold_up)), asyncio.ensure_future(client.wait(echo))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # by now both have been started
+        released.set()
+        return await held, await echoed
+
+    assert asyncio.run(call()) == (True, "answer")
+
+
+def test_a_call_that_is_cancelled_is_cancelled_on_the_shared_loop(client: SharedClient) -> None:
+    began, cancelled = threading.Event(), threading.Event()
+
+    async def stay() -> None:
+        began.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+
+    async def call() -> None:
+        calling = asyncio.ensure_future(client.wait(stay))
+        await asyncio.to_thread(began.wait, 5)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+
+    asyncio.run(call())
+    assert cancelled.wait(5)
+
+
+def test_a_calls_error_is_the_callers(client: SharedClient) -> None:
+    async def fail() -> None:
+        raise LookupError("no such session")
+
+    with pytest.raises(LookupError, match="no such session"):
+        asyncio.run(client.wait(fail))
