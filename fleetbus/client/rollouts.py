@@ -31,12 +31,15 @@ from fleetbus.core.episode.claim_seals import ClaimSeals, without_verdict
 from fleetbus.core.episode.history import Turn, collect_token_ids, loss_mask
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.core.episode.segments import SegmentError, find_leaves, fold_segments, split_first
-from fleetbus.delivery.requests import Requests
+from fleetbus.delivery.requests import UNANSWERED, Requests
 from fleetbus.log.actions import MissingActions, read_actions
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus.logs.trace_context import name_episode
-from fleetbus_schemas import GRADED, EpisodeFinished, EpisodeSeat, Outcome, Subjects, Task
+from fleetbus_schemas import GRADED, AttemptStarted, EpisodeFinished, EpisodeSeat, Outcome, Subjects, Task
 from fleetbus_schemas.tokens import unpack_logprobs
+
+MAX_UNCLAIMED = 8
+"""Episodes that are asked for and that no worker has taken up, or one group: while they wait, their deadlines come nearer."""
 
 log = structlog.get_logger()
 
@@ -143,8 +146,9 @@ async def rollouts(
 ) -> AsyncIterator[AsyncIterator[RolloutGroup]]:
     """Groups in the order in which they finish; every task is played ``group_size`` times.
 
-    At most ``groups_at_a_time`` are out or wait to be taken: a caller that trains slowly slows the workers down. Episodes end
-    by the configuration's ``limits.episode`` at the latest. A context, because tasks run behind it: leaving it ends them.
+    At most ``groups_at_a_time`` are out or wait to be taken: a caller that trains slowly slows the workers down. No more are
+    asked for while `MAX_UNCLAIMED` episodes wait for a worker. Episodes end by the configuration's ``limits.episode`` at the
+    latest. A context, because tasks run behind it: leaving it ends them.
     ``pinned``: no version but ``version``, which is published before, answers; episodes that another would answer are ``lost``.
 
     Beside a recorder the log keeps result and Actions of a finished episode for two minutes. What is read later,
@@ -167,6 +171,7 @@ async def rollouts(
             async with finished, anyio.create_task_group() as playing:
                 for task in tasks:
                     await places.acquire()
+                    await group_runner.wait_for_claims()
                     await requests.wait_for_room(group_size)
                     playing.start_soon(group_runner.play_group, task, finished.clone())
 
@@ -210,6 +215,26 @@ class _GroupRunner:
         self._archive = archive
         self._runtime = runtime
         self._waiting: dict[str, tuple[anyio.Event, list[EpisodeFinished]]] = {}
+        self._unclaimed = 0
+        """Episodes of groups that have begun and that no worker has taken up."""
+        self._claimed: set[str] = set()
+        """Those of `_waiting` that one has."""
+        self._wakeup = anyio.Event()
+        self._is_idle = False
+        """True if the last deadline passed before a worker took its episode up: then the others' may pass side by side."""
+
+    async def wait_for_claims(self) -> None:
+        """Return once few enough episodes wait for a worker that the next group, which is counted, may be asked for."""
+        while not self._is_idle and self._unclaimed and self._unclaimed + self._group_size > MAX_UNCLAIMED:
+            self._wakeup = anyio.Event()
+            await self._wakeup.wait()
+        self._unclaimed += self._group_size
+
+    def _record_claim(self, episode_id: str) -> None:
+        if episode_id in self._waiting and episode_id not in self._claimed:
+            self._claimed.add(episode_id)
+            self._unclaimed -= 1
+            self._wakeup.set()
 
     async def follow_results(self, start: int) -> None:
         """Pass results on to the waiting groups until cancelled."""
@@ -219,12 +244,17 @@ class _GroupRunner:
                 stored = await reader.receive()
                 entry = decode_episode_entry(stored)
                 is_of_claim = seals.enter(entry)
+                if isinstance(entry, AttemptStarted):
+                    self._is_idle = False
+                    self._record_claim(entry.episode_id)
                 if isinstance(entry, EpisodeFinished) and not self._requests.is_own_close(entry):
                     self._requests.record_result(stored.sequence, entry.episode_id)
                     self.enter(entry if is_of_claim else without_verdict(entry))
 
     def enter(self, result: EpisodeFinished) -> None:
         """Pass a result on to its waiter, if there is one."""
+        self._is_idle = self._is_idle or (result.error_class == UNANSWERED and result.episode_id not in self._claimed)
+        self._record_claim(result.episode_id)
         if result.episode_id in self._waiting:
             event, results = self._waiting[result.episode_id]
             results.append(result)
@@ -267,6 +297,8 @@ class _GroupRunner:
                     result = results[0]
                 return await self._read_episode(task, result)
             finally:
+                self._record_claim(request.episode_id)
+                self._claimed.discard(request.episode_id)
                 del self._waiting[request.episode_id]
 
     async def _read_episode(self, task: Task, result: EpisodeFinished) -> Episode:

@@ -16,7 +16,7 @@ from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from fleetbus_workers.environment.episode import result
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence
 from fleetbus_workers.learner.leaves import list_leaves, split_sequence
-from tests.support.small_deployment import small_deployment
+from tests.support.small_deployment import LIMITS, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"t{number}", prompt=f"play {number}") for number in range(6)]
@@ -169,3 +169,35 @@ async def test_what_goes_wrong_in_the_caller_s_own_loop_comes_out_as_itself() ->
             with pytest.raises(SessionFailed, match="refused"):
                 async with sessions(fleet.bus, fleet.subjects):
                     raise SessionFailed(SessionAnswer(session="s", key="0", refusal="gap", error="refused"))
+
+
+class Slow(ScriptedEnvironment):
+    """An episode of three turns takes three eighths of what it may."""
+
+    async def step(self, action: Action) -> Step:
+        await anyio.sleep(LIMITS.episode / 8)
+        return await super().step(action)
+
+
+async def test_many_more_episodes_than_workers_have_slots_do_not_use_up_their_time_before_they_are_played() -> None:
+    """A trainer's whole batch is asked for at once. Those that were cut were played again, long ones again and again."""
+    tasks = [Task(key=f"t{number}", prompt="play") for number in range(32)]
+    limits = msgspec.structs.replace(LIMITS, step=LIMITS.episode)
+    with anyio.fail_after(10_000):
+        async with small_deployment(build_configuration(limits=limits)) as fleet:
+            fleet.environment("e1", make=Slow, slots=64)
+            fleet.inference("i1")
+            async with rollouts(fleet.bus, fleet.configuration, tasks, group_size=8, groups_at_a_time=32) as produced:
+                groups = [group async for group in produced]
+    assert [len(group.graded) for group in groups] == [8] * 32
+
+
+async def test_without_a_worker_all_groups_are_over_by_the_second_deadline() -> None:
+    tasks = [Task(key=f"t{number}", prompt="play") for number in range(16)]
+    with anyio.fail_after(2 * (LIMITS.episode + LIMITS.grace) + 60):
+        async with (
+            small_deployment() as fleet,
+            rollouts(fleet.bus, fleet.configuration, tasks, group_size=8, groups_at_a_time=16) as produced,
+        ):
+            groups = [group async for group in produced]
+    assert {episode.outcome for group in groups for episode in group.episodes} == {"timeout"} and len(groups) == 16
