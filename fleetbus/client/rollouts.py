@@ -32,8 +32,9 @@ from fleetbus.core.episode.history import Turn, collect_token_ids, loss_mask
 from fleetbus.core.episode.result_checks import find_actions_problem
 from fleetbus.core.episode.segments import SegmentError, find_leaves, fold_segments, split_first
 from fleetbus.delivery.requests import UNANSWERED, Requests
+from fleetbus.errors import RequestUnanswered
 from fleetbus.log.actions import MissingActions, read_actions
-from fleetbus.log.episodes import decode_episode_entry
+from fleetbus.log.episodes import RETRY_SECONDS, decode_episode_entry
 from fleetbus.logs.trace_context import name_episode
 from fleetbus_schemas import GRADED, AttemptStarted, EpisodeFinished, EpisodeSeat, Outcome, Subjects, Task
 from fleetbus_schemas.tokens import unpack_logprobs
@@ -165,7 +166,7 @@ async def rollouts(
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
     async with open_first_error_task_group() as working:
         working.start_soon(requests.close_expired, group_runner.enter)
-        working.start_soon(group_runner.follow_results, (await bus.log_state()).last_sequence + 1)
+        working.start_soon(group_runner.follow_results, await _find_next_sequence(bus))
 
         async def ask() -> None:
             async with finished, anyio.create_task_group() as playing:
@@ -184,6 +185,16 @@ async def rollouts(
         async with groups, aclosing(iterate_groups()) as iterator:
             yield iterator
         working.cancel_scope.cancel()
+
+
+async def _find_next_sequence(bus: LogBus) -> int:
+    """The first log position at which results of what is asked for now can stand, however long the server is away."""
+    while True:
+        try:
+            return (await bus.log_state()).last_sequence + 1
+        except RequestUnanswered as unanswered:
+            log.warning("log read failed; retrying", reason=str(unanswered))
+            await anyio.sleep(RETRY_SECONDS)
 
 
 class _Sampled(msgspec.Struct, frozen=True, kw_only=True):

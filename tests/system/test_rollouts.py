@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import anyio
 import msgspec
 import pytest
 
 from fleetbus.audit.run import audit_run
+from fleetbus.bus.base import Bus, LogState
 from fleetbus.client.rollouts import rollouts
 from fleetbus.client.sessions import SessionFailed, sessions
+from fleetbus.errors import RequestUnanswered
 from fleetbus_schemas import Action, ContextChange, EpisodeFinished, SessionAnswer, Task
 from fleetbus_schemas.tokens import unpack_ids
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
@@ -155,6 +160,35 @@ async def test_an_episode_that_nobody_plays_ends_by_its_deadline() -> None:
                 (group,) = [group async for group in produced]
             assert [episode.outcome for episode in group.episodes] == ["timeout", "timeout"]
             assert group.graded == ()
+
+
+class AwayAtFirst:
+    """The bus of a server that leaves the first two questions for the log's state unanswered."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.unanswered = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    async def log_state(self, consumers: Sequence[str] = ()) -> LogState:
+        if self.unanswered < 2:
+            self.unanswered += 1
+            raise RequestUnanswered("the server is away")
+        return await self._bus.log_state(consumers)
+
+
+async def test_a_server_that_is_away_as_rollouts_begin_is_waited_for() -> None:
+    with anyio.fail_after(1000):
+        async with small_deployment() as fleet:
+            fleet.environment("e1")
+            fleet.inference("i1")
+            bus = AwayAtFirst(fleet.bus)
+            async with rollouts(cast("Bus", bus), fleet.configuration, TASKS[:1], group_size=2) as produced:
+                (group,) = [group async for group in produced]
+    assert bus.unanswered == 2
+    assert len(group.graded) == 2
 
 
 async def test_what_goes_wrong_in_the_caller_s_own_loop_comes_out_as_itself() -> None:
