@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import Queue
 from threading import Event, Thread
 
 import anyio
+import anyio.to_thread
 import pytest
 import torch
 
@@ -58,6 +60,34 @@ async def test_a_disk_that_hangs_keeps_no_worker_from_its_end(tmp_path: Path, mo
     finally:
         came_back.set()
         ended.wait(10)
+
+
+async def test_a_disk_that_hangs_rejects_the_version_and_is_asked_once_until_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that went on waiting took no newer version, and let all episodes wait that were asked for after this one."""
+    file, came_back = tmp_path / "v1.safetensors", Event()
+    answered: Queue[Path] = Queue()
+    file.touch()
+
+    def hang(path: Path) -> None:
+        came_back.wait(10)
+        answered.put(path)
+
+    monkeypatch.setattr(fetch, "expect_file", hang)
+    monkeypatch.setattr(fetch, "LOOK_SECONDS", 0.1)
+    fetcher = WeightsFetcher(tmp_path / "copies", None)
+    try:
+        with anyio.fail_after(5):
+            for _ in range(3):
+                with pytest.raises(WeightsRejected, match="does not answer"):
+                    await fetcher.fetch_local(published(file.as_uri()))
+    finally:
+        came_back.set()
+    assert await anyio.to_thread.run_sync(answered.get, True, 10) == file
+    assert answered.empty()
+    await anyio.to_thread.run_sync(fetcher._asked[file].wait, 10)
+    assert (await fetcher.fetch_local(published(file.as_uri()))).uri == file.as_uri()
 
 
 def test_a_device_in_the_place_of_weights_is_not_read() -> None:

@@ -4,12 +4,15 @@ For engines, which read files only. Nothing here checks values: the engine does,
 """
 
 import hashlib
+import math
 import shutil
 import uuid
 from collections import OrderedDict
 from pathlib import Path
+from threading import Event
 from urllib.parse import unquote, urlsplit
 
+import anyio
 import anyio.to_thread
 import msgspec
 import structlog
@@ -28,6 +31,9 @@ MAX_DELTA_CHAIN = 64
 MAX_LOCAL_COPIES = 2
 """Local copies: the version in use, and the one that is loaded beside it."""
 
+LOOK_SECONDS = 30.0
+"""How long a shared disk may take to say whether a file is there. One that hangs would keep a worker from newer versions, and
+all episodes waiting that were asked for after this one."""
 
 log = structlog.get_logger()
 
@@ -40,6 +46,9 @@ class WeightsFetcher:
         self._folder = folder
         self._objects = objects
         self._copies: OrderedDict[str, Path] = OrderedDict()
+        self._asked: dict[Path, Event] = {}
+        """By file that a disk did not answer about in time, set once its thread has ended, which nothing but the disk ends."""
+        self._looking = anyio.CapacityLimiter(math.inf)
         shutil.rmtree(folder, ignore_errors=True)
 
     async def fetch_local(self, published: PolicyPublished) -> PolicyPublished:
@@ -95,7 +104,7 @@ class WeightsFetcher:
         """The file of a URI: itself if it is local, else a copy."""
         parts = urlsplit(uri)
         if parts.scheme in ("", "file"):
-            await anyio.to_thread.run_sync(expect_file, found := Path(unquote(parts.path)), abandon_on_cancel=True)
+            await self._look_at(found := Path(unquote(parts.path)))
             return found
         file = self._build_path(uri, "".join(Path(parts.path).suffixes[-1:]))
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -106,6 +115,26 @@ class WeightsFetcher:
         else:
             await anyio.to_thread.run_sync(_download_whole, uri, file, abandon_on_cancel=True)
         return file
+
+    async def _look_at(self, file: Path) -> None:
+        """See `expect_file`. Raises `WeightsRejected` while the disk does not answer, too; it is asked once."""
+        if file not in self._asked or self._asked[file].is_set():
+            ended = Event()
+            ended.set()  # one that is cancelled early has no thread
+
+            def look() -> None:
+                ended.clear()
+                try:
+                    expect_file(file)
+                finally:
+                    ended.set()
+
+            with anyio.move_on_after(LOOK_SECONDS):
+                await anyio.to_thread.run_sync(look, abandon_on_cancel=True, limiter=self._looking)
+                self._asked.pop(file, None)
+                return
+            self._asked[file] = ended
+        raise WeightsRejected(f"{file}: the disk does not answer")
 
     def _build_path(self, uri: str, suffix: str) -> Path:
         return self._folder / f"{hashlib.sha256(uri.encode()).hexdigest()[:24]}{suffix}"
