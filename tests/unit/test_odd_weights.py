@@ -9,7 +9,7 @@ import os
 import resource
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import Queue
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fleetbus_schemas import PolicyPublished, TensorEntry
-from fleetbus_workers.weights import fetch
+from fleetbus_workers.weights import fetch, store
 from fleetbus_workers.weights.delta import apply_delta, write_delta
 from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import WeightsRejected, read_weights, save_tensors, write_weights
@@ -162,17 +162,73 @@ async def test_a_store_that_fails_for_a_while_rejects_the_version_alone(failing:
         await WeightsFetcher(tmp_path, None).fetch_local(published(f"{failing}/l1-v000001.safetensors"))
 
 
+BYTES = 8
+PAUSE_SECONDS = 0.1
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[str, Event]]:
+    """The URL of a web server that sends ``BYTES`` bytes one after another, and below ``/silent/`` nothing after half of them
+    until the event is set."""
+    ended = Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(BYTES))
+            self.end_headers()
+            for number in range(BYTES):
+                ended.wait(60 if self.path.startswith("/silent/") and number == BYTES // 2 else PAUSE_SECONDS)
+                with suppress(OSError):
+                    self.wfile.write(b"w")
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nobody reads it."""
+
+    HTTPFileSystem = pytest.importorskip("fsspec.implementations.http").HTTPFileSystem
+    HTTPFileSystem.clear_instance_cache()  # their sessions keep the limits that they were made with
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", ended
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
+    HTTPFileSystem.clear_instance_cache()
+
+
+async def test_a_web_server_that_falls_silent_rejects_the_version(
+    slow: tuple[str, Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SILENCE_SECONDS", 0.5)
+    with anyio.fail_after(10), pytest.raises(WeightsRejected, match="l1-v000001"):
+        await WeightsFetcher(tmp_path, None).fetch_local(published(f"{slow[0]}/silent/l1-v000001.safetensors"))
+    assert not [path async for path in anyio.Path(tmp_path).iterdir()]
+
+
+async def test_weights_that_take_longer_than_aiohttps_own_limit_arrive(
+    slow: tuple[str, Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five minutes: large weights on a slow line never came."""
+    client = pytest.importorskip("aiohttp.client")
+    monkeypatch.setattr(client, "DEFAULT_TIMEOUT", client.ClientTimeout(total=BYTES * PAUSE_SECONDS / 2))
+    local = await WeightsFetcher(tmp_path, None).fetch_local(published(f"{slow[0]}/l1-v000001.safetensors"))
+    assert await anyio.Path(local.uri.removeprefix("file://")).read_bytes() == b"w" * BYTES
+
+
 async def test_what_a_store_raises_of_its_own_is_an_error_that_a_learner_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = FsspecStore("memory://weights")
+    weights = FsspecStore("memory://weights")
 
     def fail(*_: object) -> None:
         raise RuntimeError("slow down")
 
-    monkeypatch.setattr(store._files, "put_file", fail)
-    monkeypatch.setattr(store._files, "exists", fail)
+    monkeypatch.setattr(weights._files, "put_file", fail)
+    monkeypatch.setattr(weights._files, "exists", fail)
     with pytest.raises(OSError, match="slow down"):
-        await store.put(tmp_path / "v1.safetensors")
+        await weights.put(tmp_path / "v1.safetensors")
     with pytest.raises(OSError, match="slow down"):
-        await store.remove(tmp_path / "v1.safetensors")
+        await weights.remove(tmp_path / "v1.safetensors")

@@ -19,6 +19,9 @@ from fleetbus.errors import BusClosed, BusError, UserError
 
 OBJECT_SCHEME = "nats-object"
 
+SILENCE_SECONDS = 60.0
+"""After so long without a byte a web server is given up."""
+
 
 class WeightsStore(Protocol):
     """Takes files of the learner's weights folder, by absolute path."""
@@ -86,9 +89,20 @@ class FsspecStore:
 
 
 def download(uri: str, file: Path) -> None:
-    """Copy what fsspec finds at ``uri``; blocking. Raises `OSError` or `UserError`."""
+    """Copy what fsspec finds at ``uri``; blocking. Raises `OSError`, also of a web server that falls silent, or `UserError`."""
     with raise_os_error(uri):
-        open_filesystem(uri).get_file(uri, str(file))
+        options = _limit_silence() if uri.startswith(("http://", "https://")) else {}
+        open_filesystem(uri, **options).get_file(uri, str(file))
+
+
+def _limit_silence() -> dict[str, Any]:
+    """Options by which a server may send as long as it likes, but not be silent: aiohttp's own limit is five minutes for all
+    of a file, however large. Raises `UserError`."""
+    try:
+        from aiohttp import ClientTimeout
+    except ModuleNotFoundError as error:
+        raise UserError("weights over HTTP need aiohttp: pip install 'fleetbus[stores]'") from error
+    return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)}}
 
 
 @contextmanager
