@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import pytest
 
+from fleetbus.bus.base import Bus, PublishAck
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
-from fleetbus.config.settings import Configuration, RunSettings
+from fleetbus.config.settings import Configuration, LearnerSettings, RunSettings, WeightsSettings
 from fleetbus.log.newest_version import find_newest_version
 from fleetbus_schemas import Subjects
 from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.trainers.publishing import open_publisher
+from fleetbus_workers.weights.fetch import WeightsFetcher
 from fleetbus_workers.weights.file import read_weights
 
 torch = pytest.importorskip("torch")
@@ -76,3 +80,54 @@ async def test_who_is_replaced_before_its_first_version_takes_nothing_from_who_r
         found = await find_newest_version(bus, Subjects(RUN).policy("default"))
         assert found is not None and found[1].version == version
         assert torch.equal(read_weights(found[1].uri, found[1].manifest)["model.weight"], torch.full((2, 3), 2.0))
+
+
+class StoresUnheard:
+    """A bus on which what is stored while ``unheard`` is not answered; then ``stored`` is set."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.unheard = False
+        self.stored = anyio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bus, name)
+
+    async def publish(self, subject: str, payload: bytes, **options: Any) -> PublishAck:
+        answer = await self._bus.publish(subject, payload, **options)
+        if self.unheard:
+            self.stored.set()
+            await anyio.sleep_forever()
+        return answer
+
+
+async def test_after_a_version_whose_publishing_was_cancelled_comes_a_whole_one_of_another_number(tmp_path: Path) -> None:
+    """Of two of one number workers keep the first, and sample from weights that the trainer takes for those of the second."""
+    configuration = Configuration(
+        run=RunSettings(name=RUN, folder=str(tmp_path)),
+        weights=WeightsSettings(full_every=8),
+        learner=LearnerSettings(keep_weights=1),
+    )
+
+    def build_alike(value: float) -> list[tuple[str, Any]]:
+        """Their difference is smaller than they are, but not that to ``others``."""
+        return [("model.weight", torch.cat([torch.tensor([value]), torch.zeros(4096)]))]
+
+    others = [("model.weight", torch.rand(4097))]
+
+    async with MemoryServer().connect(RUN) as connected:
+        await connected.declare(plan_run(RUN, lanes=1))
+        bus = StoresUnheard(connected)
+        publisher = await open_publisher(cast("Bus", bus), configuration)
+        assert await publisher.publish(build_alike(1.0), step=1) == 0
+        bus.unheard = True
+        async with anyio.create_task_group() as group:
+            group.start_soon(partial(publisher.publish, others, step=2))
+            await bus.stored.wait()
+            group.cancel_scope.cancel()
+        bus.unheard = False
+        assert await publisher.publish(build_alike(3.0), step=3) == 2
+        found = await find_newest_version(connected, Subjects(RUN).policy("default"))
+        assert found is not None and (found[1].version, found[1].step) == (2, 3)
+        newest = await WeightsFetcher(tmp_path / "copies", None).fetch_local(found[1])
+        assert read_weights(newest.uri, newest.manifest)["model.weight"][0] == 3.0

@@ -77,6 +77,8 @@ class Publication:
         self._sender = sender
         self._newest: tuple[Path, str] | None = None
         self._published = 0
+        self._appended = -1
+        """The last version that may stand in the log: an append that was cancelled may have stored it."""
         self.version = -1
         self._known_baselines = baselines or {}
         self.baselines: dict[str, PolicyPublished] = {}
@@ -113,7 +115,7 @@ class Publication:
             raise
 
     async def _publish(self, step: int) -> int:
-        version = self.version + 1
+        version = max(self.version, self._appended) + 1
         file = (self._folder / f"{self._lineage}-v{version:06d}.safetensors").absolute()
         if self._sender is not None and isinstance(self._trainer, TellsOfWriting):
             self._trainer.watcher = await self._sender.offer(version, self._lineage)
@@ -132,6 +134,7 @@ class Publication:
             size_bytes=upload.stat().st_size,
             window=self._window,
         )
+        self._appended, self._newest = version, None  # after one that was cancelled comes a whole one, of another number
         await self._appender.append(published)
         self.version = version
         for league in [each for each in self._leagues if each not in self.baselines]:
