@@ -1,6 +1,6 @@
 """Held-out tasks played with one pinned version: asked for like any episode, never trained."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import anyio
 
@@ -27,17 +27,21 @@ class PendingEvaluation:
 
 
 class Evaluations:
-    """Evaluations that are under way, several at a time. The worker hands every ``eval`` result to `finished`."""
+    """Evaluations that are under way, several at a time. A result is of the one that asked for its episode, whatever split and
+    group it names: who stores results could hold up an evaluation by them, or add episodes to it."""
 
     def __init__(self, requests: Requests, *, success_threshold: float = 1.0) -> None:
         self._requests = requests
         self._success_threshold = success_threshold
         self._pending: dict[str, PendingEvaluation] = {}
+        """By episode."""
+
+    def expects(self, episode_id: str) -> bool:
+        """True for an episode of an evaluation that is under way."""
+        return episode_id in self._pending
 
     def add_result(self, result: EpisodeFinished) -> None:
-        pending = self._pending.get(result.group_id)
-        if pending is not None:
-            pending.add(result)
+        self._pending[result.episode_id].add(result)
 
     async def play(
         self,
@@ -52,17 +56,18 @@ class Evaluations:
     ) -> EvaluationFinished | None:
         """Play one episode per task with ``version``, seats of leagues by ``opponents``: the verdict; None if the log has
         no room for one of them within a minute. Every episode ends by its deadline."""
-        group = f"{lineage}-{name}"
-        pending = self._pending[group] = PendingEvaluation(len(tasks))
-        for index, task in enumerate(tasks):
+        group, pending = f"{lineage}-{name}", PendingEvaluation(len(tasks))
+        asked = {f"{group}-{index:04d}": task for index, task in enumerate(tasks)}
+        self._pending |= dict.fromkeys(asked, pending)
+        for index, (episode_id, task) in enumerate(asked.items()):
             with anyio.move_on_after(ROOM_SECONDS) as waiting:
                 await self._requests.wait_for_room()
             if waiting.cancelled_caught:
-                del self._pending[group]
+                self._forget(asked)
                 return None
             request = self._requests.build_request(
                 task,
-                episode_id=f"{group}-{index:04d}",
+                episode_id=episode_id,
                 group_id=group,
                 sample_index=index,
                 group_size=len(tasks),
@@ -77,7 +82,7 @@ class Evaluations:
             if stored.result is not None:
                 pending.add(stored.result)
         await pending.complete.wait()
-        del self._pending[group]
+        self._forget(asked)
         graded = [each for each in pending.results.values() if each.outcome in GRADED and each.reward is not None]
         rewards = [result.reward for result in graded if result.reward is not None]
         successes = sum(is_success(result, self._success_threshold) for result in graded)
@@ -94,3 +99,7 @@ class Evaluations:
             temperature=temperature,
             tasks=len({task.key for task in tasks}),
         )
+
+    def _forget(self, episodes: Iterable[str]) -> None:
+        for episode_id in episodes:
+            del self._pending[episode_id]

@@ -54,8 +54,8 @@ class Results:
 
     def enter(self, result: EpisodeFinished, sequence: int | None = None, *, is_of_claim: bool = True) -> None:
         """``sequence``: where it was read; None if it is this learner's own. ``is_of_claim``: the process that held the episode
-        stored it."""
-        if result.split == "eval":
+        stored it. It goes to who asked for the episode, whatever split it names: else that one waits for it without end."""
+        if self._evaluations.expects(result.episode_id):
             self._evaluations.add_result(result if is_of_claim else without_verdict(result))
             return
         self._pool.add_result(result, result.request_sequence if sequence is None else sequence, is_of_claim=is_of_claim)
