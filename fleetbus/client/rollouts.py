@@ -27,6 +27,7 @@ from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.config.settings import Configuration
+from fleetbus.core.algorithms.reward_components import find_reward_problem, list_all_rewards
 from fleetbus.core.episode.claim_seals import ClaimSeals, without_verdict
 from fleetbus.core.episode.history import Turn, collect_token_ids, loss_mask
 from fleetbus.core.episode.result_checks import find_actions_problem
@@ -161,7 +162,8 @@ async def rollouts(
     requests = Requests(bus, subjects, configuration=configuration, worker=worker, runtime=runtime)
     archive = Path(configuration.learner.archive) if configuration.learner.archive else None
     sampled = _Sampled(version=version, pinned=pinned, temperature=temperature)
-    group_runner = _GroupRunner(bus, subjects, requests, group_size, sampled, archive, runtime or Runtime())
+    most = configuration.environment.max_abs_reward
+    group_runner = _GroupRunner(bus, subjects, requests, group_size, sampled, most, archive, runtime or Runtime())
     places = anyio.Semaphore(groups_at_a_time)
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
     async with open_first_error_task_group() as working:
@@ -215,6 +217,7 @@ class _GroupRunner:
         requests: Requests,
         group_size: int,
         sampled: _Sampled,
+        max_abs_reward: float,
         archive: Path | None,
         runtime: Runtime,
     ) -> None:
@@ -223,6 +226,7 @@ class _GroupRunner:
         self._requests = requests
         self._group_size = group_size
         self._sampled = sampled
+        self._max_abs_reward = max_abs_reward
         self._archive = archive
         self._runtime = runtime
         self._waiting: dict[str, tuple[anyio.Event, list[EpisodeFinished]]] = {}
@@ -313,7 +317,12 @@ class _GroupRunner:
                 del self._waiting[request.episode_id]
 
     async def _read_episode(self, task: Task, result: EpisodeFinished) -> Episode:
-        """The episode's tokens, from the Actions that its result names; without them it is lost, with every outcome."""
+        """The episode's tokens, from the Actions that its result names; without them it is lost, with every outcome. A reward
+        out of bounds, which would spoil a whole batch, is no verdict, whoever stored it."""
+        if problem := find_reward_problem(list_all_rewards(result), self._max_abs_reward):
+            log.error("a reward is out of bounds; taking the episode without its verdict", reason=problem)
+            error = f"its verdict does not count: {problem}"
+            result = msgspec.structs.replace(without_verdict(result), error_class=problem, error=error)
         try:
             found = await read_actions(self._bus, self._subjects, [result], archive=self._archive, runtime=self._runtime)
         except MissingActions as missing:

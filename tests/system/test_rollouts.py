@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from fleetbus_schemas import Action, ContextChange, EpisodeFinished, SessionAnsw
 from fleetbus_schemas.tokens import unpack_ids
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step
-from fleetbus_workers.environment.episode import result
+from fleetbus_workers.environment.episode import result, runner
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence
 from fleetbus_workers.learner.leaves import list_leaves, split_sequence
 from tests.support.small_deployment import LIMITS, build_configuration, small_deployment
@@ -115,6 +116,25 @@ async def test_a_failed_environment_is_no_reward_of_zero() -> None:
             assert len(group.graded) == 3
             (failed,) = [episode for episode in group.episodes if episode not in group.graded]
             assert (failed.reward, failed.error) == (None, "step: gone")
+
+
+@pytest.mark.parametrize("reward", [1e308, -1e7, math.inf, math.nan])
+async def test_an_episode_whose_reward_is_out_of_bounds_is_no_verdict(monkeypatch: pytest.MonkeyPatch, reward: float) -> None:
+    """Of a worker that does not check its own: with it a whole batch would be NaN."""
+
+    def forge(*arguments: Any, **facts: Any) -> EpisodeFinished:
+        return msgspec.structs.replace(result.build_result(*arguments, **facts), reward=reward)
+
+    monkeypatch.setattr(runner, "build_result", forge)
+    with anyio.fail_after(1000):
+        async with small_deployment() as fleet:
+            fleet.environment("e1")
+            fleet.inference("i1")
+            async with rollouts(fleet.bus, fleet.configuration, TASKS[:1], group_size=2) as produced:
+                (group,) = [group async for group in produced]
+    assert [(each.outcome, each.reward) for each in group.episodes] == [("verifier_unknown", None)] * 2
+    assert all(each.error.startswith("its verdict does not count: reward_") for each in group.episodes)
+    assert not group.graded
 
 
 async def test_an_episode_whose_result_does_not_fit_its_actions_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
@@ -21,10 +22,10 @@ TURNS = 3
 
 
 class FakeSession:
-    """``TURNS`` turns of reward 0.25, and a verdict of 1 beyond them; ``fails``: the step that the environment fails at."""
+    """``TURNS`` turns of reward ``paid``, and a verdict of 1 beyond them; ``fails``: the step that the environment fails at."""
 
-    def __init__(self, fails: int | None = None, unpaid: float | None = 1.0) -> None:
-        self._fails, self._unpaid = fails, unpaid
+    def __init__(self, fails: int | None = None, unpaid: float | None = 1.0, paid: float = 0.25) -> None:
+        self._fails, self._unpaid, self._paid = fails, unpaid, paid
         self.texts: list[str] = []
         self.closed = 0
         self.shown = ""
@@ -40,7 +41,7 @@ class FakeSession:
         if len(self.texts) == self._fails:
             raise SessionFailed(answer(end="failed", error="the browser is gone"))
         told = (ChatMessage(role="user", content=self.shown or f"{len(self.texts)}"),)
-        return answer(messages=told, reward=0.25, terminated=len(self.texts) == TURNS)
+        return answer(messages=told, reward=self._paid, terminated=len(self.texts) == TURNS)
 
     async def verify(self) -> SessionAnswer:
         return answer(reward=self._unpaid, unpaid=self._unpaid, reason="the grader is away")
@@ -158,6 +159,16 @@ async def test_an_episode_without_a_verdict_is_excluded_with_the_graders_reason(
     source, _ = open_source(FakeSession(unpaid=None), retries=0)
     with pytest.raises(EpisodeExcluded, match="no verdict: the grader is away"):
         await source.play("t", sample)
+
+
+@pytest.mark.parametrize("hostile", [1e308, -1e7, math.inf, math.nan])
+@pytest.mark.parametrize("paid", [False, True])
+async def test_an_episode_whose_reward_is_out_of_bounds_is_excluded(hostile: float, paid: bool) -> None:
+    """By a worker that does not check its own: with it a whole batch of the trainer would be NaN."""
+    source, client = open_source(FakeSession(paid=hostile) if paid else FakeSession(unpaid=hostile), retries=0)
+    with pytest.raises(EpisodeExcluded, match=r"task t was rewarded .*: reward_"):
+        await source.play("t", sample)
+    assert client.given[0].closed == 1
 
 
 async def test_no_worker_is_asked_to_close_what_never_began_or_is_closed() -> None:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterable, Mapping
 
+from fleetbus_schemas import EpisodeFinished
+
 MAX_ABS_REWARD = 1e6
 """Default of `environment.max_abs_reward`."""
 
@@ -18,6 +20,12 @@ def find_reward_problem(rewards: Iterable[float], limit: float) -> str:
         if abs(reward) > limit:
             return OUT_OF_BOUNDS
     return ""
+
+
+def list_all_rewards(result: EpisodeFinished) -> tuple[float, ...]:
+    """Every number of a result that can become part of an advantage: of turns, of the episode, of its seats."""
+    seats = (number for seat in result.seats for number in (seat.reward, seat.score) if number is not None)
+    return (*result.turn_rewards, 0.0 if result.reward is None else result.reward, *seats)
 
 
 VERIFIER, JUDGE = "verifier", "judge"

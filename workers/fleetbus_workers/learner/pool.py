@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from fleetbus.config.settings import Configuration
-from fleetbus.core.algorithms.reward_components import MAX_ABS_REWARD, find_reward_problem
+from fleetbus.core.algorithms.reward_components import MAX_ABS_REWARD, find_reward_problem, list_all_rewards
 from fleetbus.core.episode.claim_seals import NOT_OF_CLAIM
 from fleetbus.core.training.capacity import lag
 from fleetbus.core.training.groups import Group
@@ -158,10 +158,7 @@ class GroupPool:
         requested = self._ledger.register_result(result.episode_id, result.request_sequence, sequence)
         group.add(msgspec.structs.replace(result, request_sequence=requested))
         self.losses.record_result(result)
-        seats = [seat.reward for seat in result.seats if seat.reward is not None]
-        seats += [seat.score for seat in result.seats if seat.score is not None]
-        rewards = (*result.turn_rewards, 0.0 if result.reward is None else result.reward, *seats)
-        if problem := find_reward_problem(rewards, self._max_abs_reward):  # of any author: one would spoil the whole batch
+        if problem := find_reward_problem(list_all_rewards(result), self._max_abs_reward):  # one spoils the batch
             group.unusable[result.episode_id] = problem
         if not is_of_claim or result.error_class == NOT_OF_CLAIM:  # read back without its verdict
             group.unusable[result.episode_id] = NOT_OF_CLAIM

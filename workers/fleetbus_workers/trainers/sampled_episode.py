@@ -22,6 +22,7 @@ import structlog
 
 from fleetbus.client.blocking import SharedClient, get_shared_client
 from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
+from fleetbus.core.algorithms.reward_components import MAX_ABS_REWARD, find_reward_problem
 from fleetbus.errors import FleetbusError, UserError
 from fleetbus.tasks.files import build_tasks, load_tasks_by_key
 from fleetbus_schemas import ChatMessage, SessionAnswer, Task
@@ -46,7 +47,8 @@ class EpisodeExcluded(FleetbusError):
 class EpisodeSource(msgspec.Struct, frozen=True, kw_only=True):
     """A run's environments, tasks by key, and bounds of an episode: ``max_turns``, ``max_tokens`` after the prompt, and
     ``max_context``, the longest that the policy is sampled after.
-    ``timeout``: seconds per call of an environment. ``retries``: how often an episode that fails is played again."""
+    ``timeout``: seconds per call of an environment. ``retries``: how often an episode that fails is played again.
+    ``max_abs_reward``: no reward is larger, as workers have it too (`environment.max_abs_reward`)."""
 
     client: SharedClient
     tasks: Mapping[str, Task]
@@ -56,6 +58,7 @@ class EpisodeSource(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int | None = None
     timeout: float = 600.0
     retries: int = 2
+    max_abs_reward: float = MAX_ABS_REWARD
 
     @classmethod
     def open(cls, tokenizer: Any, *, url: str = "", run: str = "default", tasks: Tasks, **bounds: Any) -> EpisodeSource:
@@ -129,7 +132,7 @@ class SpokenEpisode:
     async def say(self, text: str) -> tuple[ChatMessage, ...]:
         """One turn, and what the environment says; an episode that is over has been graded. Raises `EpisodeExcluded`."""
         answer = await self._call(self._session.step, text)
-        self.turn_rewards.append(answer.reward or 0.0)
+        self.turn_rewards.append(self._check_reward(answer.reward or 0.0))
         ended = "completed" if answer.terminated else "truncated" if answer.truncated else ""
         if not ended and len(self.turn_rewards) >= self._source.max_turns:
             ended = "max_turns"
@@ -142,9 +145,16 @@ class SpokenEpisode:
         verdict = await self._call(self._session.verify)
         if verdict.unpaid is None:
             raise EpisodeExcluded(f"task {self._task.key} has no verdict: {verdict.reason}")
-        self.turn_rewards[-1] += verdict.unpaid
+        self.turn_rewards[-1] += self._check_reward(verdict.unpaid, 1 + len(self.turn_rewards))
         self.stop_reason, self.is_over = reason, True
         return sum(self.turn_rewards)
+
+    def _check_reward(self, reward: float, parts: int = 1) -> float:
+        """A sum or difference of so many rewards. A worker checks its own; one that does not would make a whole batch NaN.
+        Raises `EpisodeExcluded`."""
+        if problem := find_reward_problem([reward], parts * self._source.max_abs_reward):
+            raise EpisodeExcluded(f"task {self._task.key} was rewarded {reward:g}: {problem}")
+        return reward
 
     async def close(self) -> None:
         """Release the environment; harmless when repeated, or before the start."""
