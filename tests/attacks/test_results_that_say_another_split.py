@@ -1,8 +1,9 @@
 """With one environment worker's key: results that name another split or group than their request did hold nobody up, and
-episodes that nobody asked for are no part of an evaluation."""
+episodes that nobody asked for, and rewards out of bounds, are no part of an evaluation."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
@@ -103,7 +104,7 @@ async def test_an_evaluation_ends_whatever_group_and_split_its_results_name(
 async def test_episodes_that_nobody_asked_for_are_no_part_of_an_evaluation(secured: SecuredServer) -> None:
     """They took the places of those that were asked for: success as whoever stored them liked it."""
     async with learning(secured) as learner, secured.connect("environment") as thief:
-        forged = {"outcome": "completed", "reward": 1.0, "success": True}
+        forged: dict[str, Any] = {"outcome": "completed", "reward": 1.0, "success": True}
         await store(thief, "forged", "l1-held", "eval", **forged)
         told = await play(
             learner, thief, "held", {"forged-too": ("eval", "l1-held"), "l1-held-0000": ("eval", "l1-held")}, **forged
@@ -111,10 +112,22 @@ async def test_episodes_that_nobody_asked_for_are_no_part_of_an_evaluation(secur
     assert (told.episodes, told.graded, told.success) == (1, 0, 0.0)
 
 
+@pytest.mark.parametrize("reward", [1e308, -math.inf, math.nan])
+async def test_a_reward_out_of_bounds_is_no_part_of_an_evaluation(secured: SecuredServer, reward: float) -> None:
+    """The mean of the others would be that, too."""
+    async with learning(secured) as learner, secured.connect("environment") as thief:
+        name = f"mean{reward}".replace("+", "")
+        told = await play(
+            learner, thief, name, {f"l1-{name}-0000": ("eval", f"l1-{name}")}, only="", outcome="completed", reward=reward
+        )
+    assert (told.graded, told.mean_reward) == (0, 0.0)
+
+
 async def play(
-    learner: Learner, thief: Bus, name: str, answers: dict[str, tuple[Split, str]], **forged: Any
+    learner: Learner, thief: Bus, name: str, answers: dict[str, tuple[Split, str]], only: str = "forged", **forged: Any
 ) -> EvaluationFinished:
-    """The verdict of an evaluation of one task; ``answers``: split and group that the result of each episode names."""
+    """The verdict of an evaluation of one task; ``answers``: split and group that the result of each episode names. Names that
+    begin with ``only`` have what is ``forged``."""
     told: list[EvaluationFinished | None] = []
 
     async def evaluate() -> None:
@@ -126,6 +139,6 @@ async def play(
             while not (await requests.receive()).subject.endswith(f".l1-{name}-0000"):
                 continue
             for episode, (split, named) in answers.items():
-                await store(thief, episode, named, split, **(forged if episode.startswith("forged") else {}))
+                await store(thief, episode, named, split, **(forged if episode.startswith(only) else {}))
     assert told[0] is not None
     return told[0]

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import anyio
 
+from fleetbus.core.algorithms.reward_components import MAX_ABS_REWARD, find_reward_problem, list_all_rewards
 from fleetbus.core.training.evaluation_summary import is_success
 from fleetbus.delivery.requests import NO_OPPONENTS, Requests
 from fleetbus_schemas import GRADED, EpisodeFinished, EvaluationFinished, Task
@@ -30,8 +31,9 @@ class Evaluations:
     """Evaluations that are under way, several at a time. A result is of the one that asked for its episode, whatever split and
     group it names: who stores results could hold up an evaluation by them, or add episodes to it."""
 
-    def __init__(self, requests: Requests, *, success_threshold: float = 1.0) -> None:
+    def __init__(self, requests: Requests, *, success_threshold: float = 1.0, max_abs_reward: float = MAX_ABS_REWARD) -> None:
         self._requests = requests
+        self._max_abs_reward = max_abs_reward
         self._success_threshold = success_threshold
         self._pending: dict[str, PendingEvaluation] = {}
         """By episode."""
@@ -84,6 +86,7 @@ class Evaluations:
         await pending.complete.wait()
         self._forget(asked)
         graded = [each for each in pending.results.values() if each.outcome in GRADED and each.reward is not None]
+        graded = [each for each in graded if not find_reward_problem(list_all_rewards(each), self._max_abs_reward)]
         rewards = [result.reward for result in graded if result.reward is not None]
         successes = sum(is_success(result, self._success_threshold) for result in graded)
         return EvaluationFinished(

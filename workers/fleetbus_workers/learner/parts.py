@@ -117,7 +117,11 @@ def make_parts(
         joint=JointProgress(list_joined_policies(run)),
         league=league,
     )
-    evaluations = Evaluations(requests, success_threshold=configuration.evaluation.success_threshold)
+    evaluations = Evaluations(
+        requests,
+        success_threshold=configuration.evaluation.success_threshold,
+        max_abs_reward=configuration.environment.max_abs_reward,
+    )
     return LearnerParts(
         appender=appender,
         ledger=ledger,
