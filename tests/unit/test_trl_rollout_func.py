@@ -124,6 +124,27 @@ def test_an_episode_without_a_token_that_is_trained_is_no_row_of_trls(monkeypatc
     rollouts.close()
 
 
+@pytest.mark.parametrize("shows_images", [False, True])
+def test_an_episode_with_ids_that_the_model_does_not_have_is_no_row_of_trls(
+    monkeypatch: pytest.MonkeyPatch, shows_images: bool
+) -> None:
+    """Whoever holds an inference worker's key may store them: a look-up of their embeddings ends the trainer."""
+
+    def play(task: Task, size: int) -> RolloutGroup:
+        ids = (1, 2, 3, 4, 5, 7)
+        return RolloutGroup(task=task, episodes=(episode(1.0, ids=ids), *[episode(0.5)] * (size - 1)))
+
+    config = SimpleNamespace(vocab_size=7)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=7)) if shows_images else config
+    rollouts = make(monkeypatch, play, retries=0)
+    rows = rollouts(["a", "a"], SimpleNamespace(args=TRAINER.args, model=SimpleNamespace(config=config)))
+    assert sorted(map(str, rows["episode_reward"])) == ["0.5", "None"]
+    assert max(max(row) for row in rows["completion_ids"]) < 7
+    with pytest.raises(RuntimeError, match="token id 7 is not below 7"):
+        rollouts(["a"], SimpleNamespace(args=TRAINER.args, model=SimpleNamespace(config=config)))
+    rollouts.close()
+
+
 class Publisher:
     """Counts versions."""
 

@@ -10,6 +10,7 @@ the learner is TRL's. Needs the extra ``trl``.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -89,7 +90,8 @@ class FleetbusRollouts:
             raise UserError(f"prompt {min(unknown)!r} is the key of no task: give train_dataset=rollouts.dataset")
         version = self._publish_weights(trainer)
         self._bus = self._bus or self._connect("operator")
-        episodes = self._call(self._play, Counter(prompts), version, trainer.args.temperature)
+        vocabulary = _find_vocabulary(trainer)
+        episodes = self._call(self._play, Counter(prompts), version, trainer.args.temperature, vocabulary)
         rows = [episodes[key].pop() if episodes[key] else None for key in prompts]
         converted = convert_to_trl([row for row in rows if row is not None])
         return {name: _spread(rows, values, name) for name, values in converted.items()}
@@ -122,7 +124,9 @@ class FleetbusRollouts:
         (version,) = broadcast_object_list([None if self._publisher is None else self._publisher.version])
         return int(version)
 
-    async def _play(self, wanted: Counter[str], version: int | None, temperature: float) -> dict[str, list[Episode]]:
+    async def _play(
+        self, wanted: Counter[str], version: int | None, temperature: float, vocabulary: float
+    ) -> dict[str, list[Episode]]:
         """So many episodes with a reward per task, or fewer of those that failed each time."""
         found: dict[str, list[Episode]] = defaultdict(list)
         reasons: list[str] = []
@@ -133,7 +137,7 @@ class FleetbusRollouts:
             by_size.pop(0, None)
             async with open_first_error_task_group() as playing:
                 for size, tasks in by_size.items():
-                    playing.start_soon(self._play_groups, tasks, size, version, temperature, found, reasons)
+                    playing.start_soon(self._play_groups, tasks, size, version, temperature, vocabulary, found, reasons)
         if not any(found.values()):
             raise RuntimeError(f"no episode of {wanted.total()} was played: {reasons[-1]}")
         if missing := wanted.total() - sum(map(len, found.values())):
@@ -146,6 +150,7 @@ class FleetbusRollouts:
         size: int,
         version: int | None,
         temperature: float,
+        vocabulary: float,
         found: dict[str, list[Episode]],
         reasons: list[str],
     ) -> None:
@@ -158,6 +163,8 @@ class FleetbusRollouts:
                         reasons.append(f"{episode.outcome}: {episode.error}")
                     elif not any(True in sequence.loss_mask for sequence in episode.sequences):
                         reasons.append(f"{episode.outcome}: it has no token that is trained")  # TRL takes no empty completion
+                    elif (highest := max(max(sequence.ids, default=0) for sequence in episode.sequences)) >= vocabulary:
+                        reasons.append(f"{episode.outcome}: token id {highest} is not below {vocabulary}")  # it ends a trainer
                     else:
                         found[group.task.key].append(episode)
                         continue
@@ -184,6 +191,14 @@ class FleetbusRollouts:
         run, auth, url = self.configuration.run.name, self.configuration.nats.auth, resolve_server_url(self.configuration)
         opened = connect(url, run=run, role=role, worker=generate_worker_name(role), **build_access(role, auth, run))
         return self._stack.enter_context(self._open_loop().wrap_async_context_manager(opened))
+
+
+def _find_vocabulary(trainer: Any) -> float:
+    """The number of token ids that the trainer's model has, by its configuration; infinity where that does not say it."""
+    configuration: Any = getattr(getattr(trainer, "model", None), "config", None)
+    if hasattr(configuration, "get_text_config"):  # of a model that reads images, too
+        configuration = configuration.get_text_config()
+    return getattr(configuration, "vocab_size", None) or math.inf
 
 
 def _spread(rows: Sequence[Episode | None], values: Sequence[Any], name: str) -> list[Any]:
