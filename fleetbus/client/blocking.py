@@ -82,15 +82,15 @@ def _connect(url: str, run: str) -> SharedClient:
 
 
 def open_client(portal: BlockingPortal, url: str, run: str) -> AbstractContextManager[SessionClient]:
-    """A client on the portal's loop; where the server wants a key, that of a gateway out of the folder `AUTH_VARIABLE`."""
+    """A client on the portal's loop; where the server wants a key, that of a gateway out of the folder `AUTH_VARIABLE`. Raises
+    `UserError` if no server answers, or has no such run."""
     access = build_access("gateway", os.environ.get(AUTH_VARIABLE, ""), run)
 
     @asynccontextmanager
     async def open_session_client() -> Any:
-        async with (
-            connect(url, run=run, role="gateway", worker="client", **access) as bus,
-            sessions(bus, Subjects(run)) as client,
-        ):
-            yield client
+        async with connect(url, run=run, role="gateway", worker="client", **access) as bus:
+            await bus.check_log()
+            async with sessions(bus, Subjects(run)) as client:
+                yield client
 
     return portal.wrap_async_context_manager(open_session_client())

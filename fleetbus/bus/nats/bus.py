@@ -32,7 +32,7 @@ from fleetbus.bus.nats.pull_subscription import open_subscription
 from fleetbus.bus.nats.reader import NAME_SECONDS, NoNameLeft, merge_entries, open_reader, scan_histories, split_filters
 from fleetbus.bus.nats.retention_api import count_unacked, list_floors, list_subjects, purge, read_floor
 from fleetbus.bus.nats.run_protocol import read_protocol
-from fleetbus.bus.nats.runs import RunOnServer, list_runs, remove_run
+from fleetbus.bus.nats.runs import RunOnServer, list_runs, read_log_config, remove_run
 from fleetbus.bus.nats.server_context import build_options, read_server_context
 from fleetbus.bus.objects import ObjectStore
 from fleetbus.bus.streams import API, IMPORTED_API, RunPlan, StreamPlan, lane_stream, log_stream
@@ -230,9 +230,9 @@ class NatsBus:
         )
 
     async def check_log(self, *, reading: bool = False) -> None:
-        """Raise `UserError` if the stream called as the run's log is none; not part of the `Bus` protocol."""
+        """Raise `UserError` if there is no such run, or its log is none; not part of the `Bus` protocol."""
         plan = StreamPlan(name=self._log, subjects=(f"{self._log_prefix}>",))
-        check_log(plan, (await self._stream_info(self._log))["config"], reading=reading)
+        check_log(plan, await read_log_config(self._connection.api, self._log), reading=reading)
 
     async def run_protocol(self) -> ProtocolVersion:
         """The protocol of the run; not part of the `Bus` protocol either."""

@@ -12,6 +12,7 @@ import msgspec
 from fleetbus.bus.nats.api import STREAM_NOT_FOUND, ApiRefused, JetStreamApi
 from fleetbus.bus.objects import images_bucket, weights_bucket
 from fleetbus.bus.streams import lane_stream, log_stream
+from fleetbus.errors import UserError
 from fleetbus_schemas import Subjects
 
 _LOG = log_stream("")
@@ -28,6 +29,21 @@ class RunOnServer(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int = 0
     created: str = ""
     changed: str = ""
+
+
+async def read_log_config(api: JetStreamApi, log: str) -> dict[str, Any]:
+    """Settings of the stream that is a run's log. Raises `UserError` if the server has no such run."""
+    try:
+        info = await api.ask(f"STREAM.INFO.{log}")
+    except ApiRefused as refused:
+        if refused.code != STREAM_NOT_FOUND:
+            raise
+        run = log.removeprefix(_LOG)
+        raise UserError(
+            f"no run {run} on this server: `fleetbus init --run {run}` declares it; or check --run and --nats"
+        ) from None
+    config: dict[str, Any] = info["config"]
+    return config
 
 
 async def list_runs(api: JetStreamApi) -> list[RunOnServer]:

@@ -55,7 +55,7 @@ async def serve_role(role: str, work: Work, configuration: Configuration, name: 
 
 
 async def _check_declared(bus: NatsBus, configuration: Configuration, role: str) -> None:
-    from fleetbus.bus.nats.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiRefused
+    from fleetbus.bus.nats.api import CONSUMER_NOT_FOUND, ApiRefused
 
     run, policy, pools = configuration.run.name, configuration.run.policy, list_served_pools(configuration)
     consumers = {
@@ -67,13 +67,9 @@ async def _check_declared(bus: NatsBus, configuration: Configuration, role: str)
         if role in consumers:  # they are declared last
             await bus.ack_floors(consumers[role])
     except ApiRefused as refused:
-        if refused.code == CONSUMER_NOT_FOUND:
-            raise UserError(
-                f"run {run} is declared without pool {', '.join(pools)}, policy {policy} or its lanes: "
-                f"repeat `fleetbus init --run {run}` with them"
-            ) from None
-        if refused.code != STREAM_NOT_FOUND:
+        if refused.code != CONSUMER_NOT_FOUND:
             raise
         raise UserError(
-            f"no run {run} on this server: `fleetbus init --run {run}` declares it; or check --run and --nats"
+            f"run {run} is declared without pool {', '.join(pools)}, policy {policy} or its lanes: "
+            f"repeat `fleetbus init --run {run}` with them"
         ) from None

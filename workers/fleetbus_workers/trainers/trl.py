@@ -110,7 +110,7 @@ class TrlRollouts:
 
     def find_checkpoint(self) -> str | None:
         """The checkpoint of TRL's that the run goes on from, for ``resume_from_checkpoint``; None at the start. Raises
-        `UserError` if it is not whole, or if the run has finished."""
+        `UserError` if there is no such run, if it has finished, or if the checkpoint is not whole."""
         with start_blocking_portal() as portal:  # a notebook's thread has a loop already
             return portal.call(self._find_checkpoint)
 
@@ -119,6 +119,7 @@ class TrlRollouts:
         run, url = configuration.run.name, resolve_server_url(configuration)
         access = build_access("learner", configuration.nats.auth, run)
         async with connect(url, run=run, role="learner", worker=generate_worker_name("learner"), **access) as bus:
+            await bus.check_log()
             point = await wait_for_resume_point(bus, Subjects(run), configuration, anyio.Event(), Runtime())
         if point is None:
             raise UserError(f"run {run} has finished: give more steps, or another name")

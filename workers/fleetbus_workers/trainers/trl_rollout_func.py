@@ -190,7 +190,9 @@ class FleetbusRollouts:
     def _connect(self, role: str) -> NatsBus:
         run, auth, url = self.configuration.run.name, self.configuration.nats.auth, resolve_server_url(self.configuration)
         opened = connect(url, run=run, role=role, worker=generate_worker_name(role), **build_access(role, auth, run))
-        return self._stack.enter_context(self._open_loop().wrap_async_context_manager(opened))
+        bus = self._stack.enter_context(self._open_loop().wrap_async_context_manager(opened))
+        self._call(bus.check_log)
+        return bus
 
 
 def _find_vocabulary(trainer: Any) -> float:
