@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -185,6 +186,14 @@ async def test_a_task_that_is_not_there_is_named() -> None:
     source, _ = open_source()
     with pytest.raises(UserError, match="no task 'u'; the first is 't'"):
         await source.play("u", sample)
+
+
+def test_ids_without_a_tokenizer_and_a_tokenizer_without_a_template_are_refused_in_one_line() -> None:
+    source, _ = open_source(FakeSession())
+    with pytest.raises(UserError, match="episodes in ids need a tokenizer"):
+        msgspec.structs.replace(source, template=None).episode("t")
+    with pytest.raises(UserError, match=r"^the tokenizer has no chat template: set its chat_template"):
+        EpisodeSource.open(Mock(chat_template=None), url="nats://127.0.0.1:1", tasks=[Task(key="t")])
 
 
 async def test_what_is_sampled_beyond_the_row_is_not_told_to_the_environment() -> None:

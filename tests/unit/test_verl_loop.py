@@ -48,3 +48,8 @@ async def test_a_prompt_that_verl_has_no_room_for_is_refused_in_one_line(module:
     with pytest.raises(UserError, match=r"task t begins with 2 tokens, and data\.max_prompt_length is 1"):
         await build(module, session, prompt_length=1).run({}, task_key="t")
     assert session.closed == 1
+
+
+async def test_a_row_that_names_no_task_is_refused_in_one_line(module: ModuleType) -> None:
+    with pytest.raises(UserError, match="a row names no task: put a task_key"):
+        await build(module, FakeSession(), prompt_length=8).run({}, extra_info={})

@@ -177,7 +177,8 @@ class SampledEpisode(SpokenEpisode):
 
     def __init__(self, source: EpisodeSource, task: Task) -> None:
         super().__init__(source, task)
-        assert source.template is not None, "the source was opened without a tokenizer"
+        if source.template is None:
+            raise UserError("episodes in ids need a tokenizer: give EpisodeSource.open that of the policy")
         self.template = source.template
         self.prompt_ids: list[int] = []
         self.response_ids: list[int] = []
@@ -228,6 +229,8 @@ def open_template(tokenizer: Any) -> ChatTemplate:
     """Its chat template, as it is in memory: trainers replace it by one of their settings. Raises `UserError`."""
     from fleetbus_workers.inference.chat_template import ChatTemplate  # texts alone need none of its packages
 
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template: set its chat_template, or take an instruction model's")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return ChatTemplate(Path(folder))

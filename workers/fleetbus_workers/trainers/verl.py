@@ -61,6 +61,8 @@ class FleetbusAgentLoop(AgentLoopBase):  # type: ignore[misc]
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """One row: the episode of the task that ``task_key`` names. Raises `EpisodeExcluded`, and `UserError` for no task."""
         key = str(kwargs.get("task_key") or (kwargs.get("extra_info") or {}).get("task_key", ""))
+        if not key:
+            raise UserError("a row names no task: put a task_key into the data set's rows, or into their extra_info")
         request, began, sampling_seconds, preempted = uuid4().hex, time.monotonic(), 0.0, -1
         extra_fields: dict[str, Any] = {}
 
