@@ -1,7 +1,8 @@
 """For your own trainers: graded groups of episodes that the workers of a run play, as lists or in other trainers' shapes.
 
+configuration = client.load_configuration(flags={"run.name": "r1"}).configuration
 async with client.connect(url, run="r1", role="operator", worker="trainer") as bus:
-    async with client.rollouts(bus, client.load_configuration().configuration, tasks, group_size=8) as groups:
+    async with client.rollouts(bus, configuration, tasks, group_size=8) as groups:
         async for group in groups:
             for episode in group.graded:
                 for sequence in episode.sequences:

@@ -165,10 +165,11 @@ async def rollouts(
     most = configuration.environment.max_abs_reward
     group_runner = _GroupRunner(bus, subjects, requests, group_size, sampled, most, archive, runtime or Runtime())
     places = anyio.Semaphore(groups_at_a_time)
+    start = await _find_next_sequence(bus)
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
     async with open_first_error_task_group() as working:
         working.start_soon(requests.close_expired, group_runner.enter)
-        working.start_soon(group_runner.follow_results, await _find_next_sequence(bus))
+        working.start_soon(group_runner.follow_results, start)
 
         async def ask() -> None:
             async with finished, anyio.create_task_group() as playing:

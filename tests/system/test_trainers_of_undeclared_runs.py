@@ -1,7 +1,8 @@
-"""A trainer that names a run which the server does not have is told so in one line, before anything is played."""
+"""A trainer that names a run which the server does not have, or another one than it is connected to, is told so in one line."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ import anyio
 import pytest
 
 from fleetbus.bus.nats.server import run_server
-from fleetbus.errors import UserError
+from fleetbus.bus.streams import plan_run
+from fleetbus.client import connect, load_configuration, rollouts
+from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.trainers.sampled_episode import EpisodeSource
 from fleetbus_workers.trainers.trl import TrlRollouts
@@ -42,3 +45,21 @@ async def test_the_trainer_of_a_run_is_told_that_there_is_no_such_run(tmp_path: 
         rollouts = TrlRollouts(name="absent", nats_url=server.url, tasks=str(file), steps=1, folder=str(tmp_path))
         with pytest.raises(UserError, match=REFUSED):
             await anyio.to_thread.run_sync(rollouts.find_checkpoint)
+
+
+async def test_a_loop_with_the_configuration_of_another_run_is_told_which_run_it_is_connected_to(tmp_path: Path) -> None:
+    configuration = load_configuration(flags={"run.name": "r2"}).configuration
+    async with run_server(tmp_path / "nats") as server, connect(server.url, run="r1", role="operator", worker="trainer") as bus:
+        await bus.declare(plan_run("r1"))
+        with pytest.raises(BusError, match=r"this is a connection of run r1, no .* stores fb\.r2\."):
+            async with rollouts(bus, configuration, TASKS) as groups:
+                await anext(aiter(groups))
+
+
+async def test_a_loop_of_a_run_that_is_not_there_leaves_nothing_open(tmp_path: Path) -> None:
+    configuration = load_configuration(flags={"run.name": "r1"}).configuration
+    async with run_server(tmp_path / "nats") as server, connect(server.url, run="r1", role="operator", worker="trainer") as bus:
+        with pytest.raises(BusError, match="fb_r1: stream not found"):
+            async with rollouts(bus, configuration, TASKS):
+                pass
+    gc.collect()  # a stream that was left open would be told here

@@ -313,7 +313,8 @@ class NatsBus:
             return self._log
         if all(subject.startswith(self._lane_prefix) for subject in subjects):
             return self._lanes
-        raise BusError(f"no single stream of this run stores {', '.join(subjects)}")
+        run = self._log.removeprefix(log_stream(""))
+        raise BusError(f"this is a connection of run {run}, no single stream of which stores {', '.join(subjects)}")
 
 
 def inbox_prefix(role: str) -> str:
