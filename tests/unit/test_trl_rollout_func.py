@@ -216,3 +216,18 @@ def test_an_interrupt_while_a_connection_is_made_leaves_nothing_that_holds_up_th
     closing.start()
     closing.join(10)
     assert not closing.is_alive()
+
+
+def test_a_batch_that_nobody_plays_is_told_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = anyio.Event()
+    rollouts = make(monkeypatch, lambda task, size: pytest.fail("unreachable"))
+
+    async def play(*_: Any) -> dict[str, list[Any]]:
+        with anyio.fail_after(10):
+            await told.wait()
+        return {}
+
+    monkeypatch.setattr(rollouts, "_play", play)
+    monkeypatch.setattr(trl_rollout_func, "TOLD_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(trl_rollout_func, "log", SimpleNamespace(warning=lambda *_, **__: told.set()))
+    assert rollouts._call(rollouts._play_and_tell) == {}

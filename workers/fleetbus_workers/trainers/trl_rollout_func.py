@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
+import anyio
 import structlog
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -37,6 +38,8 @@ from fleetbus_workers.trainers.publishing import WeightsPublisher, open_publishe
 log = structlog.get_logger()
 
 T = TypeVar("T")
+
+TOLD_EVERY_SECONDS = 60.0
 
 
 class FleetbusRollouts:
@@ -91,7 +94,7 @@ class FleetbusRollouts:
         version = self._publish_weights(trainer)
         self._bus = self._bus or self._connect("operator")
         vocabulary = _find_vocabulary(trainer)
-        episodes = self._call(self._play, Counter(prompts), version, trainer.args.temperature, vocabulary)
+        episodes = self._call(self._play_and_tell, Counter(prompts), version, trainer.args.temperature, vocabulary)
         rows = [episodes[key].pop() if episodes[key] else None for key in prompts]
         converted = convert_to_trl([row for row in rows if row is not None])
         return {name: _spread(rows, values, name) for name, values in converted.items()}
@@ -123,6 +126,19 @@ class FleetbusRollouts:
             self._published = (trainer, step)
         (version,) = broadcast_object_list([None if self._publisher is None else self._publisher.version])
         return int(version)
+
+    async def _play_and_tell(self, *asked: Any) -> dict[str, list[Episode]]:
+        """As `_play`; a long wait is told, as for workers that nobody started."""
+        async with open_first_error_task_group() as telling:
+            telling.start_soon(self._tell_waits)
+            found = await self._play(*asked)
+            telling.cancel_scope.cancel()
+        return found
+
+    async def _tell_waits(self) -> None:
+        while True:
+            await anyio.sleep(TOLD_EVERY_SECONDS)
+            log.warning("waiting for episodes; `fleetbus top` shows the run's workers", run=self.configuration.run.name)
 
     async def _play(
         self, wanted: Counter[str], version: int | None, temperature: float, vocabulary: float
