@@ -23,13 +23,14 @@ from tests.simulation.deployment.fixtures import build_fixtures
 from tests.simulation.deployment.workers import Deployment
 from tests.simulation.faults.fault_schedule import FaultInjector
 from tests.simulation.faults.late_copies import LateCopies
+from tests.simulation.faults.log_operator import LogOperator
 from tests.simulation.faults.power_loss import PowerSupply
 from tests.simulation.judge.bounds_checker import BoundsChecker
 from tests.simulation.judge.forgeries import check_forgeries
 from tests.simulation.judge.liveness_checker import LivenessChecker
 from tests.simulation.observer import Observer
 from tests.simulation.platform.process import Process
-from tests.simulation.scenario.shape import Scenario
+from tests.simulation.scenario.shape import ROOMY_LOG_BYTES, Scenario
 
 MOST_TIMES = 10
 """How many times as many episodes as a calm run requests are too many: something is asked for again and again then."""
@@ -66,6 +67,8 @@ class World:
                 living.start_soon(self._check_periodically)
                 living.start_soon(self._fixtures.network_faults.run)
                 living.start_soon(self._heal)
+                if self._fixtures.scenario.log_bytes != ROOMY_LOG_BYTES:
+                    living.start_soon(LogOperator(self._fixtures).run)
                 if self._fixtures.scenario.late_copies:
                     living.start_soon(LateCopies(self._fixtures).run)
                 if self._fixtures.scenario.power_losses:

@@ -14,6 +14,7 @@ import pytest
 from fleetbus.core.audit.findings import Findings
 from tests.simulation.__main__ import main as simulate
 from tests.simulation.run import run_seed
+from tests.simulation.scenario.drawing import draw_scenario
 from tests.simulation.scenario.shape import FaultSet, Scenario
 from tests.simulation.seed_pool import run_safely, run_seeds
 
@@ -142,6 +143,13 @@ FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
 @pytest.mark.parametrize(("faults", "seed"), FAILED_ONCE)
 def test_seeds_that_failed_once_hold(faults: FaultSet, seed: int) -> None:
     assert run_seed(seed, faults=faults).passed
+
+
+def test_a_log_too_small_for_a_step_goes_on_once_an_operator_gives_it_room() -> None:
+    scenario = msgspec.structs.replace(draw_scenario(245, "all"), log_bytes=220_000)
+    report = run_seed(245, scenario=scenario, keep_lines=True)
+    assert report.passed
+    assert any("operator gives the log room" in line for line in report.lines)
 
 
 @pytest.mark.slow

@@ -133,6 +133,16 @@ def test_what_is_settled_behind_an_open_episode_is_named_until_it_is_removed_and
     assert log.retention.list_settled(log.last, most=9) == ["a"], "what was removed before it was settled again"
 
 
+def test_what_nobody_trains_is_named_behind_an_open_episode_once_it_has_a_result() -> None:
+    log = Log()
+    log.play("open")
+    log.play("a", lineage="")
+    assert log.retention.list_settled(log.last - 1, most=9) == []
+    assert log.retention.list_settled(log.last, most=9) == ["a"]
+    log.retention.mark_removed("a", log.last)
+    assert log.retention.list_settled(log.last, most=9) == []
+
+
 def test_a_fence_on_the_policy_subject_starts_no_second_lineage() -> None:
     log = Log()
     log.play("a")

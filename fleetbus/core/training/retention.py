@@ -153,6 +153,8 @@ class Retention:
     def __init__(self) -> None:
         self._open: dict[str, _OpenEpisode] = {}
         """By account: an episode's own, and that of each policy that joined it."""
+        self._answered: dict[str, int] = {}
+        """By episode that no learner trains, and whose content may be above an open one, where its result stands."""
         self._joined: dict[str, str] = {}
         """By policy that joined an episode of another the suffix of its accounts."""
         self._ended: set[str] = set()
@@ -183,6 +185,7 @@ class Retention:
                 self._enter_request(sequence, message)
             case EpisodeFinished() if (found := self._open.get(message.episode_id)) is not None and not found.by_learner:
                 del self._open[message.episode_id]
+                self._answered[message.episode_id] = sequence
             case TrainingFinished(more=False):
                 self._ended.add(tokens[-1])
             case LineageStarted() if tokens[2] == "train":
@@ -203,6 +206,7 @@ class Retention:
     def _enter_floor(self, floor: FloorRaised) -> None:
         self.floor = floor
         self._open = {each: episode for each, episode in self._open.items() if not episode.is_passed(floor)}
+        self._answered = {each: at for each, at in self._answered.items() if at >= floor.sequence}
         for training in self._training.values():
             training.on_floor(floor)
         for policy, first in floor.groups.items():
@@ -263,13 +267,15 @@ class Retention:
         return min((episode.content - 1 for episode in self._list_needed() if episode.content > 0), default=last_sequence)
 
     def list_settled(self, last_sequence: int, most: int) -> list[str]:
-        """So many episodes that training had settled by then and the floor has not passed, until `mark_removed`: nobody needs
-        their content, even where an open episode before them keeps the rest."""
-        settled = chain.from_iterable(training.list_settled(last_sequence) for training in self._training.values())
+        """So many episodes that were settled by then and that the floor has not passed, until `mark_removed`: nobody needs their
+        content, even where an open episode before them keeps the rest."""
+        answered = (each for each, at in self._answered.items() if at <= last_sequence)
+        settled = chain(answered, *(training.list_settled(last_sequence) for training in self._training.values()))
         return list(islice((each for each in dict.fromkeys(settled) if not self._joined or not self._is_needed(each)), most))
 
     def mark_removed(self, episode: str, last_sequence: int) -> None:
         """The content of an episode that was settled by then has left the log."""
+        self._answered.pop(episode, None)
         for training in self._training.values():
             training.mark_removed(episode, last_sequence)
 

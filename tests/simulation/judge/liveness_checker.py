@@ -21,8 +21,8 @@ ENVIRONMENT_SECONDS = 120.0
 CLAIM_SECONDS = 180.0
 """A request is claimed while most slots are free."""
 
-PROGRESS_SECONDS = 300.0
-"""Something is stored beside heartbeats: longer than a learner waits for a checkpoint, and an operator after it."""
+PROGRESS_SECONDS = 360.0
+"""Something is stored beside heartbeats: longer than a learner waits for a checkpoint, and an operator after it, or for room."""
 
 
 class LivenessChecker:

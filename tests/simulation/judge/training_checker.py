@@ -267,6 +267,11 @@ class TrainingChecker:
             lost = [turn.sequence for turn in record.history(result.attempt)[: result.turns] if not is_held(turn.sequence)]
             self._observer.require(not lost, "nothing leaves the log before it is settled", f"{self._policy}: {episode} {lost}")
 
+    def list_unsettled(self) -> list[EpisodeRecord]:
+        """The episodes that its learner has yet to train or to exclude."""
+        left = (record for name, record in self._episodes.record.items() if name not in self.settled)
+        return [record for record in left if self._trains(record) and not self._is_passed(record)]
+
     def _is_passed(self, record: EpisodeRecord) -> bool:
         """True if the floor has passed it for this policy: it stays settled, whatever lineage is cut afterwards."""
         number, floor = find_group_number(record.request), self._episodes.floor
