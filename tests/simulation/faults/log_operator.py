@@ -1,7 +1,7 @@
 """An operator who gives a log more room once it is too small for a step: where most groups are discarded, a step takes more.
 
-What is discarded is settled by the next step alone, so a learner that finds no room for the groups that its batch still lacks says
-so (`fleetbus.delivery.requests`) and waits. A log that is full of what was settled before is a fault, and gets no more room.
+What is discarded is settled by the next step alone, so a learner that finds no room for the groups that its batch still lacks
+says so (`fleetbus.delivery.requests`) and waits. A log that is full of what was settled before is a fault, and gets no room.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LogOperator:
                 log.plan = msgspec.structs.replace(log.plan, max_bytes=limit)
 
     def _is_too_small(self) -> bool:
-        """True if nothing is played, and the batch of some learner cannot be made of what was; or a step's entry finds no room."""
+        """True if nothing is played, and the batch of some learner cannot be made of what was; or nothing fits."""
         log, checker, scenario = self._fixtures.log, self._fixtures.log_checker, self._fixtures.scenario
         if log.size_bytes > log.plan.max_bytes * FULL_SHARE:
             return True

@@ -22,7 +22,7 @@ CLAIM_SECONDS = 180.0
 """A request is claimed while most slots are free."""
 
 PROGRESS_SECONDS = 360.0
-"""Something is stored beside heartbeats: longer than a learner waits for a checkpoint, and an operator after it, or for room."""
+"""Something is stored beside heartbeats: longer than a learner waits for a checkpoint or for room, and an operator after it."""
 
 
 class LivenessChecker:
