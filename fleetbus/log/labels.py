@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from fleetbus.bus.base import LogBus, StreamEntry
 from fleetbus.core.episode.labels import EpisodeLabels
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict, UserError
+from fleetbus.log.episodes import read_episode_state
 from fleetbus.log.stored_entries import read_stored
 from fleetbus_schemas import EpisodeLabeled, Subjects, encode
 
@@ -41,6 +42,10 @@ async def store_labels(
     is_known = any(entry.subject.split(".", 3)[2] == "task" for entry in before.values())
     if not is_known and await bus.next_entry(subjects.task("*", message.episode_id), start=1) is None:
         raise LabelsRefused(f"there is no episode {message.episode_id} in the log of run {subjects.run}")
+    if message.turn is not None:
+        result = (await read_episode_state(bus, subjects, message.episode_id)).result
+        if result is not None and message.turn >= result.turns:
+            raise LabelsRefused(f"episode {message.episode_id} has {result.turns} turns, from 0 on: none is {message.turn}")
     payload, tried_after = encode(message, subject=subject), None
     for _ in range(TRIES):
         stored = await bus.history([subject])

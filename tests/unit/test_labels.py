@@ -17,7 +17,7 @@ from fleetbus.log.labels import LabelsRefused, fold_labels, store_labels
 from fleetbus.recording.episodes import EpisodeIndex, build_episode_subjects, read_transcript
 from fleetbus.recording.export import is_selected
 from fleetbus.recording.redaction import Redactor
-from fleetbus_schemas import EpisodeLabeled, EpisodeRequested, Message, Subjects, Task, decode, encode
+from fleetbus_schemas import EpisodeFinished, EpisodeLabeled, EpisodeRequested, Message, Subjects, Task, decode, encode
 from fleetbus_schemas.channels import BY_NAME, WORKERS
 from fleetbus_schemas.label import MAX_CHANGES, MAX_COMMENT_CHARACTERS, MAX_COMMENTS, MAX_LABELS
 
@@ -91,6 +91,15 @@ async def test_what_an_episode_cannot_have_is_refused_in_one_line_and_not_stored
         await store_labels(bus, SUBJECTS, message)
     assert "\n" not in str(refused.value)
     assert (await bus.log_state()).last_sequence == before
+
+
+async def test_a_turn_that_an_episode_did_not_have_is_refused_once_it_is_over(bus: Bus) -> None:
+    await store_labels(bus, SUBJECTS, said(turn=3, add=("odd",)))
+    result = EpisodeFinished(episode_id="e1", group_id="g", attempt=0, outcome="completed", worker="w", reward=1.0, turns=3)
+    await bus.publish(SUBJECTS.episode("e1"), encode(result))
+    await store_labels(bus, SUBJECTS, said(turn=2, add=("odd",)))
+    with pytest.raises(LabelsRefused, match="episode e1 has 3 turns, from 0 on: none is 3"):
+        await store_labels(bus, SUBJECTS, said(turn=3, add=("odd",)))
 
 
 async def test_an_episode_is_changed_so_often_and_not_once_more(bus: Bus) -> None:
