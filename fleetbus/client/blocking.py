@@ -46,13 +46,18 @@ class SharedClient:
         return self._portal.call(function, *args)
 
     async def wait(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """The same, awaited on an asyncio loop, which it never holds up: with a portal's own way to start a call that loop
-        would stand still until this one has its turn. Cancelling it cancels the call."""
+        """The same, awaited on an asyncio loop, which it never holds up. Cancelling it cancels the call."""
+        return await wait_on_loop(self._loop, function, *args)
 
-        async def call() -> T:
-            return await function(*args)
 
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), self._loop))
+async def wait_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """Run a coroutine function on the loop of another thread: with a portal's own way to start a call the caller's loop would
+    stand still until that one has its turn. Cancelling it cancels the call."""
+
+    async def call() -> T:
+        return await function(*args)
+
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
 
 
 def get_shared_client(url: str, run: str) -> SharedClient:

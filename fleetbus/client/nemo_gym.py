@@ -29,7 +29,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fleetbus.auth.access import build_access
 from fleetbus.bus.nats import connect
 from fleetbus.bus.streams import plan_run
-from fleetbus.client.blocking import AUTH_VARIABLE
+from fleetbus.client.blocking import AUTH_VARIABLE, wait_on_loop
 from fleetbus.client.capture_log import CaptureLog, Stored
 from fleetbus.errors import BusError
 
@@ -128,19 +128,19 @@ class _Client:
         self._run, self._auth = run, auth or os.environ.get(AUTH_VARIABLE, "")
         self._lock = threading.Lock()
         self._stack = ExitStack()
-        self._opened: tuple[BlockingPortal, CaptureLog] | None = None
+        self._opened: tuple[BlockingPortal, asyncio.AbstractEventLoop, CaptureLog] | None = None
         self._closed = False
 
     def call(self, function: Callable[[CaptureLog], Awaitable[T]]) -> T:
         """Wait for an operation in a thread that has no loop running."""
-        portal, log = self._open()
+        portal, _, log = self._open()
         return portal.call(function, log)
 
     async def wait(self, function: Callable[[CaptureLog], Awaitable[T]]) -> T:
         """The same on an asyncio loop; cancelling it cancels the operation."""
         opened = self._opened
-        portal, log = opened if opened is not None else await asyncio.to_thread(self._open)
-        return await asyncio.wrap_future(portal.start_task_soon(function, log))
+        _, loop, log = opened if opened is not None else await asyncio.to_thread(self._open)
+        return await wait_on_loop(loop, function, log)
 
     def close(self) -> None:
         with self._lock:
@@ -148,7 +148,7 @@ class _Client:
             self._stack.close()
             atexit.unregister(self.close)
 
-    def _open(self) -> tuple[BlockingPortal, CaptureLog]:
+    def _open(self) -> tuple[BlockingPortal, asyncio.AbstractEventLoop, CaptureLog]:
         with self._lock:
             if self._closed:
                 raise ValueError("this store is closed")
@@ -156,7 +156,8 @@ class _Client:
                 with ExitStack() as stack:
                     portal = stack.enter_context(start_blocking_portal("asyncio", backend_options={"use_uvloop": True}))
                     log = stack.enter_context(portal.wrap_async_context_manager(self._connect()))
-                    self._opened, self._stack = (portal, log), stack.pop_all()
+                    self._opened = portal, portal.call(asyncio.get_running_loop), log
+                    self._stack = stack.pop_all()
                 atexit.register(self.close)
             return self._opened
 
