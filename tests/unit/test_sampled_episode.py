@@ -17,7 +17,8 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage, SessionAnswer, Task
 from fleetbus_workers.inference.chat_template import ChatTemplate
 from fleetbus_workers.inference.scripted import STOP, ScriptedTemplate
-from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded, EpisodeSource
+from fleetbus_workers.trainers.sampled_episode import EpisodeSource
+from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded
 
 TURNS = 3
 

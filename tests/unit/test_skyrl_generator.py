@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded
+from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded
 from tests.support.trainer_stand_ins import load_adapter
 
 

@@ -14,7 +14,8 @@ import pytest
 from fleetbus.client.blocking import SharedClient
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
-from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded, EpisodeSource
+from fleetbus_workers.trainers.sampled_episode import EpisodeSource
+from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded
 from tests.support.trainer_stand_ins import load_adapter
 from tests.unit.test_sampled_episode import FakeClient, FakeSession
 

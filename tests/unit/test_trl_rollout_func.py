@@ -124,6 +124,19 @@ def test_an_episode_without_a_token_that_is_trained_is_no_row_of_trls(monkeypatc
     rollouts.close()
 
 
+def test_an_episode_of_several_sequences_is_no_row_of_trls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play(task: Task, size: int) -> RolloutGroup:
+        whole = episode(1.0)
+        cut = msgspec.structs.replace(whole, sequences=whole.sequences * 2)
+        return RolloutGroup(task=task, episodes=(cut, *[episode(0.5)] * (size - 1)))
+
+    rollouts = make(monkeypatch, play, retries=0)
+    assert sorted(map(str, rollouts(["a", "a"], TRAINER)["episode_reward"])) == ["0.5", "None"]
+    with pytest.raises(RuntimeError, match="it has 2 sequences, and a row takes one: TrlRollouts makes several"):
+        rollouts(["a"], TRAINER)
+    rollouts.close()
+
+
 @pytest.mark.parametrize("shows_images", [False, True])
 def test_an_episode_with_ids_that_the_model_does_not_have_is_no_row_of_trls(
     monkeypatch: pytest.MonkeyPatch, shows_images: bool

@@ -16,7 +16,8 @@ import openai
 
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus_schemas import ChatMessage
-from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded, EpisodeSource, join_texts
+from fleetbus_workers.trainers.sampled_episode import EpisodeSource
+from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded, join_texts
 
 
 async def play_group(source: EpisodeSource, key: str, model: Any, *, group_size: int, **request: Any) -> art.TrajectoryGroup:

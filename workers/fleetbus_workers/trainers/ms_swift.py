@@ -18,7 +18,8 @@ from swift.rollout.gym_env import Env, envs
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import ChatMessage
-from fleetbus_workers.trainers.sampled_episode import EpisodeSource, SpokenEpisode, join_texts
+from fleetbus_workers.trainers.sampled_episode import EpisodeSource
+from fleetbus_workers.trainers.spoken_episode import SpokenEpisode, join_texts
 
 
 class FleetbusEnv(Env):  # type: ignore[misc]

@@ -20,7 +20,8 @@ import torch
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
 from fleetbus.errors import UserError
-from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded, EpisodeSource, SampledEpisode
+from fleetbus_workers.trainers.sampled_episode import EpisodeSource, SampledEpisode
+from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded
 
 log = structlog.get_logger()
 

@@ -19,7 +19,8 @@ import structlog
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput
 
 from fleetbus.concurrency.task_groups import open_first_error_task_group
-from fleetbus_workers.trainers.sampled_episode import EpisodeExcluded, EpisodeSource, SampledEpisode, Tasks
+from fleetbus_workers.trainers.sampled_episode import EpisodeSource, SampledEpisode, Tasks
+from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded
 
 log = structlog.get_logger()
 

@@ -10,7 +10,6 @@ the learner is TRL's. Needs the extra ``trl``.
 from __future__ import annotations
 
 import atexit
-import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,10 +32,12 @@ from fleetbus_schemas import Task
 from fleetbus_workers.api.arguments import TasksArgument, parse_arguments
 from fleetbus_workers.assembly.learner_parts import build_curriculum
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
+from fleetbus_workers.trainers.episode_rows import find_row_problem, find_vocabulary, spread_rows
 from fleetbus_workers.trainers.publishing import WeightsPublisher, open_publisher
 
 log = structlog.get_logger()
 
+Episodes = dict[str, list[Episode]]
 T = TypeVar("T")
 
 TOLD_EVERY_SECONDS = 60.0
@@ -93,11 +94,11 @@ class FleetbusRollouts:
             raise UserError(f"prompt {min(unknown)!r} is the key of no task: give train_dataset=rollouts.dataset")
         version = self._publish_weights(trainer)
         self._bus = self._bus or self._connect("operator")
-        vocabulary = _find_vocabulary(trainer)
+        vocabulary = find_vocabulary(trainer)
         episodes = self._call(self._play_and_tell, Counter(prompts), version, trainer.args.temperature, vocabulary)
         rows = [episodes[key].pop() if episodes[key] else None for key in prompts]
         converted = convert_to_trl([row for row in rows if row is not None])
-        return {name: _spread(rows, values, name) for name, values in converted.items()}
+        return {name: spread_rows(rows, values, name) for name, values in converted.items()}
 
     def close(self) -> None:
         """End connections; a later call makes new ones."""
@@ -127,7 +128,7 @@ class FleetbusRollouts:
         (version,) = broadcast_object_list([None if self._publisher is None else self._publisher.version])
         return int(version)
 
-    async def _play_and_tell(self, *asked: Any) -> dict[str, list[Episode]]:
+    async def _play_and_tell(self, *asked: Any) -> Episodes:
         """As `_play`; a long wait is told, as for workers that nobody started."""
         async with open_first_error_task_group() as telling:
             telling.start_soon(self._tell_waits)
@@ -140,12 +141,11 @@ class FleetbusRollouts:
             await anyio.sleep(TOLD_EVERY_SECONDS)
             log.warning("waiting for episodes; `fleetbus top` shows the run's workers", run=self.configuration.run.name)
 
-    async def _play(
-        self, wanted: Counter[str], version: int | None, temperature: float, vocabulary: float
-    ) -> dict[str, list[Episode]]:
+    async def _play(self, wanted: Counter[str], version: int | None, temperature: float, vocabulary: float) -> Episodes:
         """So many episodes with a reward per task, or fewer of those that failed each time."""
-        found: dict[str, list[Episode]] = defaultdict(list)
+        found: Episodes = defaultdict(list)
         reasons: list[str] = []
+        play = partial(rollouts, version=version or 0, pinned=version is not None, temperature=temperature)
         for _ in range(1 + self._retries):
             by_size: dict[int, list[Task]] = defaultdict(list)
             for key, count in wanted.items():
@@ -153,7 +153,7 @@ class FleetbusRollouts:
             by_size.pop(0, None)
             async with open_first_error_task_group() as playing:
                 for size, tasks in by_size.items():
-                    playing.start_soon(self._play_groups, tasks, size, version, temperature, vocabulary, found, reasons)
+                    playing.start_soon(self._play_groups, play, tasks, size, vocabulary, found, reasons)
         if not any(found.values()):
             raise RuntimeError(f"no episode of {wanted.total()} was played: {reasons[-1]}")
         if missing := wanted.total() - sum(map(len, found.values())):
@@ -161,30 +161,16 @@ class FleetbusRollouts:
         return found
 
     async def _play_groups(
-        self,
-        tasks: list[Task],
-        size: int,
-        version: int | None,
-        temperature: float,
-        vocabulary: float,
-        found: dict[str, list[Episode]],
-        reasons: list[str],
+        self, play: Callable[..., Any], tasks: list[Task], size: int, vocabulary: float, found: Episodes, reasons: list[str]
     ) -> None:
-        assert self._bus is not None
-        play = partial(rollouts, self._bus, self.configuration, tasks, group_size=size, groups_at_a_time=len(tasks))
-        async with play(version=version or 0, pinned=version is not None, temperature=temperature) as groups:
+        async with play(self._bus, self.configuration, tasks, group_size=size, groups_at_a_time=len(tasks)) as groups:
             async for group in groups:
                 for episode in group.episodes:
-                    if episode.reward is None:
-                        reasons.append(f"{episode.outcome}: {episode.error}")
-                    elif not any(True in sequence.loss_mask for sequence in episode.sequences):
-                        reasons.append(f"{episode.outcome}: it has no token that is trained")  # TRL takes no empty completion
-                    elif (highest := max(max(sequence.ids, default=0) for sequence in episode.sequences)) >= vocabulary:
-                        reasons.append(f"{episode.outcome}: token id {highest} is not below {vocabulary}")  # it ends a trainer
+                    if problem := find_row_problem(episode, vocabulary):
+                        reasons.append(f"{episode.outcome}: {problem}")
+                        self.excluded[episode.outcome] += 1
                     else:
                         found[group.task.key].append(episode)
-                        continue
-                    self.excluded[episode.outcome] += 1
 
     def _call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run on the loop of these rollouts and wait."""
@@ -209,18 +195,3 @@ class FleetbusRollouts:
         bus = self._stack.enter_context(self._open_loop().wrap_async_context_manager(opened))
         self._call(bus.check_log)
         return bus
-
-
-def _find_vocabulary(trainer: Any) -> float:
-    """The number of token ids that the trainer's model has, by its configuration; infinity where that does not say it."""
-    configuration: Any = getattr(getattr(trainer, "model", None), "config", None)
-    if hasattr(configuration, "get_text_config"):  # of a model that reads images, too
-        configuration = configuration.get_text_config()
-    return getattr(configuration, "vocab_size", None) or math.inf
-
-
-def _spread(rows: Sequence[Episode | None], values: Sequence[Any], name: str) -> list[Any]:
-    """A value per row. What failed has one token of another row, which is not trained, and no reward."""
-    left = iter(values)
-    blank = {"env_mask": [0], "logprobs": [0.0], "episode_reward": None}
-    return [(blank[name] if name in blank else values[0][:1]) if row is None else next(left) for row in rows]
