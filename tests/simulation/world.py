@@ -81,13 +81,14 @@ class World:
         self._check_leftovers(tasks_before)
 
     async def _run_until_finished(self, fleet: Deployment, group: TaskGroup) -> None:
-        """Until the training is finished and every request has an outcome."""
+        """Until the training is finished and no request lacks its outcome."""
         group.start_soon(FaultInjector(self._fixtures, fleet).run, self._fixtures.scenario.fault_schedule)
         pace = self._fixtures.scenario.pace
         with anyio.move_on_after(pace.horizon_seconds) as horizon:
             await fleet.training_finished.wait()
             self._observer.trace("training finished")
-            await self.log_checker.episodes.all_finished()
+            while self._list_missed():
+                await self.log_checker.episodes.one_finished()
             await anyio.sleep_until(pace.lasts_seconds)
         left = self._list_missed()
         if horizon.cancelled_caught and (left or not fleet.training_finished.is_set()):
@@ -97,12 +98,13 @@ class World:
 
     def _list_missed(self) -> list[str]:
         """Requests without an outcome. One whose result the log lost may stay so if no learner waits for it any more: who
-        played it acked it, and lived on."""
+        played it acked it, and lived on, or the learner had read it, lived on, and settled it."""
         training, has_lost = self.log_checker.training, self._observer.judged is not None
+        unawaited = training.strays | training.settled.keys() if has_lost else ()
         return [
             episode
             for episode, record in self.log_checker.episodes.open.items()
-            if not has_lost or not (episode in training.strays or training.is_abandoned(record))
+            if not (episode in unawaited or (has_lost and training.is_abandoned(record)))
         ]
 
     async def _drain_all(self, fleet: Deployment) -> None:

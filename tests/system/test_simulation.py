@@ -136,6 +136,7 @@ FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
         177,
     ): "a request that the log had lost was stored again behind its result, which the learner that joins never read",
     ("power", 179): "a lineage whose start the log kept for the versions alone was not taken for the one before",
+    ("power", 331): "a learner lived on and settled a result that the log had lost, and the judge waited for it",
 }
 """Seeds, and what they found."""
 

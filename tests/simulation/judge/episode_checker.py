@@ -102,10 +102,9 @@ class EpisodeChecker:
         """True if the floor has passed it: it stays settled, whatever lineage is cut afterwards."""
         return refuses_delivery(self.floor, record.request, record.request_sequence)
 
-    async def all_finished(self) -> None:
-        """Return once every request has its result."""
-        while self.open:
-            await self._one_finished.wait()
+    async def one_finished(self) -> None:
+        """Until the next request has its result."""
+        await self._one_finished.wait()
 
     def apply_request(self, entry: StreamEntry, at: float) -> EpisodeRecord | None:
         request = decode(EpisodeRequested, entry.payload, subject=entry.subject)
