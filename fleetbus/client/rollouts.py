@@ -13,7 +13,8 @@ is one, do not count them.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from fleetbus.bus.base import LogBus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.concurrency.task_groups import open_first_error_task_group
+from fleetbus.config.pools import find_pool, parse_pools
 from fleetbus.config.settings import Configuration
 from fleetbus.core.algorithms.reward_components import find_reward_problem, list_all_rewards
 from fleetbus.core.episode.claim_seals import ClaimSeals, without_verdict
@@ -41,7 +43,8 @@ from fleetbus_schemas import GRADED, AttemptStarted, EpisodeFinished, EpisodeSea
 from fleetbus_schemas.tokens import unpack_logprobs
 
 MAX_UNCLAIMED = 8
-"""Episodes that are asked for and that no worker has taken up, or one group: while they wait, their deadlines come nearer."""
+"""Episodes of a pool that are asked for and that no worker has taken up, or one group: while they wait, their deadlines come
+nearer."""
 
 log = structlog.get_logger()
 
@@ -149,21 +152,20 @@ async def rollouts(
     """Groups in the order in which they finish; every task is played ``group_size`` times.
 
     At most ``groups_at_a_time`` are out or wait to be taken: a caller that trains slowly slows the workers down. No more are
-    asked for while `MAX_UNCLAIMED` episodes wait for a worker. Episodes end by the configuration's ``limits.episode`` at the
-    latest. A context, because tasks run behind it: leaving it ends them.
+    asked for of a pool in which `MAX_UNCLAIMED` episodes wait for a worker. Episodes end by the configuration's
+    ``limits.episode`` at the latest. A context, because tasks run behind it: leaving it ends them.
     ``pinned``: no version but ``version``, which is published before, answers; episodes that another would answer are ``lost``.
 
-    Beside a recorder the log keeps result and Actions of a finished episode for two minutes. What is read later,
-    because the caller held up its event loop, comes from ``learner.archive``; without it such an episode is
-    ``lost``, with the
-    reason.
+    Beside a recorder the log keeps result and Actions of a finished episode for two minutes. What is read later, because the
+    caller held up its event loop, comes from ``learner.archive``; without it such an episode is ``lost``, with the reason.
     """
     subjects = Subjects(configuration.run.name)
     requests = Requests(bus, subjects, configuration=configuration, worker=worker, runtime=runtime)
     archive = Path(configuration.learner.archive) if configuration.learner.archive else None
     sampled = _Sampled(version=version, pinned=pinned, temperature=temperature)
     most = configuration.environment.max_abs_reward
-    group_runner = _GroupRunner(bus, subjects, requests, group_size, sampled, most, archive, runtime or Runtime())
+    pools = parse_pools(configuration.run.pool)
+    group_runner = _GroupRunner(bus, subjects, requests, pools, group_size, sampled, most, archive, runtime or Runtime())
     places = anyio.Semaphore(groups_at_a_time)
     start = await _find_next_sequence(bus)
     finished, groups = anyio.create_memory_object_stream[RolloutGroup](groups_at_a_time)
@@ -175,8 +177,6 @@ async def rollouts(
             async with finished, anyio.create_task_group() as playing:
                 for task in tasks:
                     await places.acquire()
-                    await group_runner.wait_for_claims()
-                    await requests.wait_for_room(group_size)
                     playing.start_soon(group_runner.play_group, task, finished.clone())
 
         async def iterate_groups() -> AsyncGenerator[RolloutGroup, None]:
@@ -208,6 +208,28 @@ class _Sampled(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float | None
 
 
+class _Pool:
+    """Episodes of one pool that wait for a worker: groups of other pools do not wait for them."""
+
+    def __init__(self) -> None:
+        self.turn = anyio.Lock()
+        self._unclaimed = 0
+        self._wakeup = anyio.Event()
+        self.is_idle = False
+        """True if the last deadline passed before a worker took its episode up: then the others' may pass side by side."""
+
+    async def wait_for_claims(self, episodes: int) -> None:
+        """Return once few enough wait for a worker that so many more, which are counted, may be asked for. In one's turn."""
+        while not self.is_idle and self._unclaimed and self._unclaimed + episodes > MAX_UNCLAIMED:
+            self._wakeup = anyio.Event()
+            await self._wakeup.wait()
+        self._unclaimed += episodes
+
+    def record_claim(self) -> None:
+        self._unclaimed -= 1
+        self._wakeup.set()
+
+
 class _GroupRunner:
     """Groups that are out, and who waits for which result."""
 
@@ -216,6 +238,7 @@ class _GroupRunner:
         bus: LogBus,
         subjects: Subjects,
         requests: Requests,
+        pools: Mapping[str, str],
         group_size: int,
         sampled: _Sampled,
         max_abs_reward: float,
@@ -225,32 +248,21 @@ class _GroupRunner:
         self._bus = bus
         self._subjects = subjects
         self._requests = requests
+        self._pool_names = pools
+        self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
         self._group_size = group_size
         self._sampled = sampled
         self._max_abs_reward = max_abs_reward
         self._archive = archive
         self._runtime = runtime
         self._waiting: dict[str, tuple[anyio.Event, list[EpisodeFinished]]] = {}
-        self._unclaimed = 0
-        """Episodes of groups that have begun and that no worker has taken up."""
-        self._claimed: set[str] = set()
-        """Those of `_waiting` that one has."""
-        self._wakeup = anyio.Event()
-        self._is_idle = False
-        """True if the last deadline passed before a worker took its episode up: then the others' may pass side by side."""
+        self._unclaimed: dict[str, _Pool] = {}
+        """By episode of a group that has begun, and that no worker has taken up, the pool that it waits in."""
 
-    async def wait_for_claims(self) -> None:
-        """Return once few enough episodes wait for a worker that the next group, which is counted, may be asked for."""
-        while not self._is_idle and self._unclaimed and self._unclaimed + self._group_size > MAX_UNCLAIMED:
-            self._wakeup = anyio.Event()
-            await self._wakeup.wait()
-        self._unclaimed += self._group_size
-
-    def _record_claim(self, episode_id: str) -> None:
-        if episode_id in self._waiting and episode_id not in self._claimed:
-            self._claimed.add(episode_id)
-            self._unclaimed -= 1
-            self._wakeup.set()
+    def _record_claim(self, episode_id: str, *, is_idle: bool) -> None:
+        if (pool := self._unclaimed.pop(episode_id, None)) is not None:
+            pool.is_idle = is_idle
+            pool.record_claim()
 
     async def follow_results(self, start: int) -> None:
         """Pass results on to the waiting groups until cancelled."""
@@ -261,16 +273,14 @@ class _GroupRunner:
                 entry = decode_episode_entry(stored)
                 is_of_claim = seals.enter(entry)
                 if isinstance(entry, AttemptStarted):
-                    self._is_idle = False
-                    self._record_claim(entry.episode_id)
+                    self._record_claim(entry.episode_id, is_idle=False)
                 if isinstance(entry, EpisodeFinished) and not self._requests.is_own_close(entry):
                     self._requests.record_result(stored.sequence, entry.episode_id)
                     self.enter(entry if is_of_claim else without_verdict(entry))
 
     def enter(self, result: EpisodeFinished) -> None:
         """Pass a result on to its waiter, if there is one."""
-        self._is_idle = self._is_idle or (result.error_class == UNANSWERED and result.episode_id not in self._claimed)
-        self._record_claim(result.episode_id)
+        self._record_claim(result.episode_id, is_idle=result.error_class == UNANSWERED)
         if result.episode_id in self._waiting:
             event, results = self._waiting[result.episode_id]
             results.append(result)
@@ -279,12 +289,17 @@ class _GroupRunner:
     async def play_group(self, task: Task, finished: MemoryObjectSendStream[RolloutGroup]) -> None:
         """One group from its requests to its last episode."""
         group_id = f"r{self._runtime.nonce()}"
+        pool = self._pools[find_pool(self._pool_names, task.env)]
         episodes: dict[int, Episode] = {}
 
         async def play_episode(index: int) -> None:
             episodes[index] = await self._play_episode(task, group_id, index)
 
         async with finished:
+            async with pool.turn:
+                await pool.wait_for_claims(self._group_size)
+                await self._requests.wait_for_room(self._group_size)
+            self._unclaimed |= dict.fromkeys((f"{group_id}-k{index}" for index in range(self._group_size)), pool)
             async with anyio.create_task_group() as group:
                 for index in range(self._group_size):
                     group.start_soon(play_episode, index)
@@ -313,8 +328,7 @@ class _GroupRunner:
                     result = results[0]
                 return await self._read_episode(task, result)
             finally:
-                self._record_claim(request.episode_id)
-                self._claimed.discard(request.episode_id)
+                self._record_claim(request.episode_id, is_idle=False)
                 del self._waiting[request.episode_id]
 
     async def _read_episode(self, task: Task, result: EpisodeFinished) -> Episode:

@@ -14,6 +14,7 @@ from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus, LogState
 from fleetbus.client.rollouts import rollouts
 from fleetbus.client.sessions import SessionFailed, sessions
+from fleetbus.config.settings import EnvironmentSettings, RunSettings
 from fleetbus.errors import RequestUnanswered
 from fleetbus_schemas import Action, ContextChange, EpisodeFinished, SessionAnswer, Task
 from fleetbus_schemas.tokens import unpack_ids
@@ -22,7 +23,7 @@ from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from fleetbus_workers.environment.episode import result, runner
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence
 from fleetbus_workers.learner.leaves import list_leaves, split_sequence
-from tests.support.small_deployment import LIMITS, build_configuration, small_deployment
+from tests.support.small_deployment import LIMITS, RUN, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"t{number}", prompt=f"play {number}") for number in range(6)]
@@ -255,3 +256,20 @@ async def test_without_a_worker_all_groups_are_over_by_the_second_deadline() -> 
         ):
             groups = [group async for group in produced]
     assert {episode.outcome for group in groups for episode in group.episodes} == {"timeout"} and len(groups) == 16
+
+
+async def test_a_pool_without_workers_holds_up_no_group_of_another() -> None:
+    """One of four tasks is of an environment that nobody serves: each of their groups held up all others for a deadline."""
+    tasks = [Task(key=f"t{number}", prompt="play", env="" if number % 4 else "absent") for number in range(16)]
+    run, environment = RunSettings(name=RUN, pool="absent=gone\ndefault"), EnvironmentSettings(slots=8, pools="default")
+    with anyio.fail_after(1000):
+        async with small_deployment(build_configuration(run=run, environment=environment)) as fleet:
+            fleet.environment("e1")
+            fleet.inference("i1")
+            async with rollouts(fleet.bus, fleet.configuration, tasks, group_size=8) as produced:
+                groups, ended_at = [], []
+                async for group in produced:
+                    groups.append(group)
+                    ended_at.append(anyio.current_time())
+    assert [len(group.graded) for group in groups] == [8] * 12 + [0] * 4
+    assert ended_at[11] - ended_at[0] < 1
