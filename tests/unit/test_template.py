@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -233,3 +234,20 @@ def test_an_observation_seen_before_costs_next_to_nothing(chatml: ChatTemplate) 
         return (time.perf_counter() - began) / 100
 
     assert min(seconds_per_delta() for _ in range(5)) < 0.0003
+
+
+def test_other_threads_run_while_a_long_text_becomes_ids(tmp_path: Path) -> None:
+    """A trainer's event loop is one of them."""
+    template = ChatTemplate(write_folder(tmp_path, CHATML))
+    text, ids = "".join(f"{number} bolts at a price of {number}.\n" for number in range(10_000)), []
+    encoding = threading.Thread(target=lambda: ids.extend(template.encode(text)))
+    began = seen = time.perf_counter()
+    longest = 0.0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        seen, before = time.perf_counter(), seen
+        longest = max(longest, seen - before)
+    assert longest < (seen - began) / 2
+    assert template.decode(ids) == text
+    assert ids == [one for line in text.splitlines(keepends=True) for one in template.encode(line)]

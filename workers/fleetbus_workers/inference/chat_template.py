@@ -328,10 +328,17 @@ def _open_tokenizer(folder: Path) -> Any:
 
 
 def _build_encoder(tokenizer: Any, backend: Any) -> Callable[[str], list[int]]:
-    """Text to ids without beginning-of-text tokens, which the template writes itself; straight to the Rust code if it can."""
+    """Text to ids without beginning-of-text tokens, which the template writes itself; straight to the Rust code if it can.
+    There one text holds up all of Python, and a batch does not."""
     if backend is None:
         return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-    return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+
+    def encode(text: str) -> list[int]:
+        if len(text) <= MAX_CACHED_CHARACTERS:
+            return list(backend.encode(text, add_special_tokens=False).ids)
+        return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    return encode
 
 
 def _read_end_ids(folder: Path, tokenizer: Any) -> set[int]:
