@@ -218,6 +218,35 @@ async def test_weights_that_take_longer_than_aiohttps_own_limit_arrive(
     assert await anyio.Path(local.uri.removeprefix("file://")).read_bytes() == b"w" * BYTES
 
 
+async def test_a_web_server_is_asked_with_the_key_of_fsspecs_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are where a key or a proxy is named; limits of time of fleetbus's own took their place."""
+    pytest.importorskip("aiohttp")
+    asked: Queue[str | None] = Queue()
+
+    class Keyed(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.put(self.headers.get("Authorization"))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nobody reads it."""
+
+    fsspec_config = pytest.importorskip("fsspec.config")
+    monkeypatch.setitem(fsspec_config.conf, "http", {"client_kwargs": {"headers": {"Authorization": "Bearer key"}}})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Keyed) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            await WeightsFetcher(tmp_path, None).fetch_local(published(f"http://127.0.0.1:{server.server_port}/v1.safetensors"))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked.get_nowait() == "Bearer key"
+
+
 async def test_what_a_store_raises_of_its_own_is_an_error_that_a_learner_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,13 +96,14 @@ def download(uri: str, file: Path) -> None:
 
 
 def _limit_silence() -> dict[str, Any]:
-    """Options by which a server may send as long as it likes, but not be silent: aiohttp's own limit is five minutes for all
-    of a file, however large. Raises `UserError`."""
+    """Options of each request by which a server may send as long as it likes, but not be silent: aiohttp's own limit is five
+    minutes for all of a file, however large. Those of the session, as a proxy or a key, are fsspec's settings. Raises
+    `UserError`."""
     try:
         from aiohttp import ClientTimeout
     except ModuleNotFoundError as error:
         raise UserError("weights over HTTP need aiohttp: pip install 'fleetbus[stores]'") from error
-    return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)}}
+    return {"timeout": ClientTimeout(total=None, sock_connect=SILENCE_SECONDS, sock_read=SILENCE_SECONDS)}
 
 
 @contextmanager
