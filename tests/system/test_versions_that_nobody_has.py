@@ -137,3 +137,24 @@ async def test_its_heartbeat_says_which_version_it_lacks_while_it_answers() -> N
         await anyio.sleep(120)
         assert fleet.beats["i1"].policy_version == 0
         assert fleet.beats["i1"].problem == "weights of version 1 rejected: no such file"
+
+
+class Heavy(ScriptedSampler):
+    """Takes 400 s to load a version."""
+
+    async def load(self, policy: PolicyPublished) -> None:
+        await anyio.sleep(400)
+        await super().load(policy)
+
+
+async def test_a_worker_that_takes_longer_for_a_version_than_a_step_lasts_is_one_behind_and_no_more() -> None:
+    """It loaded each of them, and so was further behind with every step: all that it sampled was stale."""
+    sampler, server = Heavy(), MemoryServer()
+    server.declare(plan_run(RUN, lanes=2))
+    async with server.connect(RUN, worker="test") as bus, inference_worker(bus, RUN, sampler):
+        for version in range(30):
+            await bus.publish(POLICY, encode(published(version)))
+            await anyio.sleep(100)
+        assert sampler.version >= 30 - 2 * 400 / 100 - 1
+        await anyio.sleep(800)
+        assert sampler.version == 29

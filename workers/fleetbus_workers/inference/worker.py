@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import anyio
 import structlog
 
-from fleetbus.bus.base import Bus
+from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.bus.streams import OBSERVATION_LEASE_SECONDS, inference_lanes, observations_consumer
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.concurrency.task_pool import TaskPool
@@ -108,6 +108,11 @@ class InferenceWorker:
         self._run = configuration.run.name
         self._slots: Slots | RunSlots = Slots(bus, self._handler.handle_delivery)
         self._ready = anyio.Event()
+        self._published: tuple[StreamEntry, PolicyPublished] | None = None
+        """The newest version that was published, until it is begun to be loaded."""
+        self._first_position = 0
+        """Where the first one stands that was published since."""
+        self._arrived = anyio.Event()
         self._weights_problem = ""
         self._engine_meter = EngineMeter(sampler, anyio.current_time())
 
@@ -142,34 +147,49 @@ class InferenceWorker:
                 self._ready.set()
             else:
                 group.start_soon(self._follow_policy)
+                group.start_soon(self._load_versions)
             if self._receiver is not None:
                 group.start_soon(self._receiver.run)
             await self._answer_observations(lifecycle)
             group.cancel_scope.cancel()
 
     async def _follow_policy(self) -> None:
-        """Load every published version as it comes, the newest known one first. Learners that begin stand beside them.
+        """Note each version as it is published, the newest known one first. Learners that begin stand beside them."""
+        subject = self._subjects.policy(self._policy)
+        async with self._bus.read([subject], start=await self._find_newest_position(subject)) as reader:
+            while True:
+                for entry, published in decode_entries(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
+                    if published.policy != self._policy:
+                        log.error("version of another policy; ignoring it", version=published.version, policy=published.policy)
+                        continue
+                    self._first_position = entry.sequence if self._published is None else self._first_position
+                    self._published = entry, published
+                    self._arrived.set()
+
+    async def _load_versions(self) -> None:
+        """Load the newest version, and pass over those that came before it while another was loaded: a worker that takes longer
+        for one than a step lasts would be further behind with each.
 
         A rejected version is tried again until there is a newer one, in the end once a minute: a worker that stays behind
         makes every group that it takes part in stale.
         """
-        subject = self._subjects.policy(self._policy)
         wanted: PolicyPublished | None = None
         tries, pause, position = 0, math.inf, 0
-        async with self._bus.read([subject], start=await self._find_newest_position(subject)) as reader:
-            while True:
-                with anyio.move_on_after(pause if wanted is not None else math.inf):
-                    for entry, published in decode_entries(PolicyPublished, [await reader.receive()], beside=(LineageStarted,)):
-                        wanted, tries, position = published, 0, entry.sequence
-                        self._handler.expect_version(entry.sequence)
-                if wanted is not None and await self._load_version(wanted):
-                    wanted = None
-                elif wanted is not None:
-                    tries += 1
-                    pause = RELOAD_SECONDS if tries <= TRIES_AT_ONCE else min(2 * pause, LONGEST_RELOAD_SECONDS)
-                    if tries >= TRIES_OF_THE_NEWEST and not self._ready.is_set():
-                        await self._load_earlier(wanted, position)
-                self._handler.clear_expected_version()
+        while True:
+            with anyio.move_on_after(pause if wanted is not None else math.inf):
+                await self._arrived.wait()
+            if self._published is not None:
+                (entry, wanted), self._published, self._arrived = self._published, None, anyio.Event()
+                tries, position = 0, entry.sequence
+                self._handler.expect_version(self._first_position)
+            if wanted is not None and await self._load_version(wanted):
+                wanted = None
+            elif wanted is not None:
+                tries += 1
+                pause = RELOAD_SECONDS if tries <= TRIES_AT_ONCE else min(2 * pause, LONGEST_RELOAD_SECONDS)
+                if tries >= TRIES_OF_THE_NEWEST and not self._ready.is_set():
+                    await self._load_earlier(wanted, position)
+            self._handler.clear_expected_version()
 
     async def _load_earlier(self, newest: PolicyPublished, position: int) -> None:
         """Load the newest version before one at that position of the log, which cannot be had, if there is any."""
@@ -197,9 +217,6 @@ class InferenceWorker:
     async def _load_version(self, published: PolicyPublished) -> bool:
         """True if there is nothing left to do about this version."""
         if published.version <= self._sampler.version and self._ready.is_set():
-            return True
-        if published.policy != self._policy:
-            log.error("version of another policy; ignoring it", version=published.version, policy=published.policy)
             return True
         try:
             if not await self._load_transferred(published):
