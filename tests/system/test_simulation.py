@@ -111,6 +111,7 @@ FAILED_ONCE: dict[tuple[FaultSet, int], str] = {
     ("usual", 736): "a learner that began at the last step finished before it had read the results of what was still open",
     ("usual", 903): "the same",
     ("all", 84): "a call that had waited behind a hanging one was refused where its session had left unawares",
+    ("all", 117): "an observation ended ten workers, and a server that restarted counted its tries from 1: it was told as late",
     ("all", 148): "a takeover from a worker that had lost its lane was taken for one from a healthy worker",
     ("all", 200): "a session that was handed on in the midst of a reset ended as failed",
     ("all", 245): "rollouts and a learner filled one log together",

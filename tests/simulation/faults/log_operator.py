@@ -47,10 +47,10 @@ class LogOperator:
     def _is_too_small(self) -> bool:
         """True if nothing is played, and the batch of some learner cannot be made of what was; or nothing fits."""
         log, checker, scenario = self._fixtures.log, self._fixtures.log_checker, self._fixtures.scenario
-        if log.size_bytes > log.plan.max_bytes * FULL_SHARE:
-            return True
         if checker.episodes.open:
             return False
+        if log.size_bytes > log.plan.max_bytes * FULL_SHARE:
+            return True
         learning = [(policy, training) for policy, training in checker.trainings.items() if not training.finished]
         return any(self._count_usable(policy, training) < scenario.groups for policy, training in learning)
 

@@ -209,7 +209,9 @@ class FaultOracle:
                 return bool(fault_profile & {"verify", "step"})
             case "lost", "poison":
                 return len(record.claims) - record.releases >= self._max_attempts
-            case "lost", "poison_observation":
+            case ("lost", "poison_observation") | ("timeout", "action_timeout"):
+                if result.outcome == "timeout" and not self._has_restarted(since):  # a server that restarts counts from 1
+                    return False
                 faults = [
                     self._observer.message_faults(result.episode_id, since=since, subject=kind) for kind in ("obs", "act")
                 ]
@@ -239,6 +241,9 @@ class FaultOracle:
             lasts = each.stop - max(each.start, since) if receives and each.kind in STOPPING else 0.0
             count += 1 + int(lasts / OBSERVATION_LEASE_SECONDS)
         return count
+
+    def _has_restarted(self, since: float) -> bool:
+        return any(each.kind == "restart_server" and each.stop >= since for each in self._observer.disturbances)
 
     def _was_clock_set(self, record: EpisodeRecord) -> bool:
         """Set by more than what episodes have, since its request was made."""
