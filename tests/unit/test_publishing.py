@@ -15,8 +15,9 @@ from fleetbus.bus.base import Bus, PublishAck
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
 from fleetbus.config.settings import Configuration, LearnerSettings, RunSettings, WeightsSettings
+from fleetbus.log.episodes import decode_entries
 from fleetbus.log.newest_version import find_newest_version
-from fleetbus_schemas import Subjects
+from fleetbus_schemas import LineageStarted, PolicyPublished, Subjects
 from fleetbus_workers.learner.journal import LearnerReplaced
 from fleetbus_workers.trainers.publishing import open_publisher
 from fleetbus_workers.weights.fetch import WeightsFetcher
@@ -80,6 +81,22 @@ async def test_who_is_replaced_before_its_first_version_takes_nothing_from_who_r
         found = await find_newest_version(bus, Subjects(RUN).policy("default"))
         assert found is not None and found[1].version == version
         assert torch.equal(read_weights(found[1].uri, found[1].manifest)["model.weight"], torch.full((2, 3), 2.0))
+
+
+async def test_versions_that_are_published_side_by_side_come_one_after_another(tmp_path: Path) -> None:
+    """As of a loop that trains on meanwhile. Both had one number, and the weights of one of them."""
+    configuration = Configuration(run=RunSettings(name=RUN, folder=str(tmp_path)))
+    async with MemoryServer().connect(RUN) as bus:
+        await bus.declare(plan_run(RUN, lanes=1))
+        publisher = await open_publisher(bus, configuration)
+        async with anyio.create_task_group() as group:
+            for step in (1, 2, 3):
+                group.start_soon(partial(publisher.publish, build_tensors(step), step=step))
+        subject = Subjects(RUN).policy("default")
+        entries = [entry async for entry in bus.scan([subject])]
+        published = [each for _, each in decode_entries(PolicyPublished, entries, beside=(LineageStarted,))]
+        assert [(each.version, each.step) for each in published] == [(0, 1), (1, 2), (2, 3)]
+        assert [read_weights(each.uri, each.manifest)["model.weight"][0, 0] for each in published] == [1.0, 2.0, 3.0]
 
 
 class StoresUnheard:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import anyio
+
 from fleetbus.bus.base import Bus
 from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import policy_folder
@@ -33,6 +35,7 @@ class WeightsPublisher:
         self._publication = publication
         self._weights = weights
         self._runtime = runtime
+        self._turn = anyio.Lock()
 
     @property
     def version(self) -> int:
@@ -40,11 +43,13 @@ class WeightsPublisher:
         return self._publication.version
 
     async def publish(self, tensors: Iterable[tuple[str, torch.Tensor]], *, step: int) -> int:
-        """Write, upload and announce tensors under the names of the model's files, and return the version. With an iterator the
-        first version holds copies of all of them in this machine's memory, for it may make them one after another. Raises
-        `OSError`, and `ValueError` if names or shapes are not those of the version before."""
-        await self._runtime.offload(self._weights.write, tensors)
-        return await self._publication.publish(step)
+        """Write, upload and announce tensors under the names of the model's files, and return the version. Calls that overlap
+        follow each other; tensors must not change before theirs is over. With an iterator the first version holds copies of all
+        of them in this machine's memory, for it may make them one after another. Raises `OSError`, and `ValueError` if names or
+        shapes are not those of the version before."""
+        async with self._turn:
+            await self._runtime.offload(self._weights.write, tensors)
+            return await self._publication.publish(step)
 
 
 async def open_publisher(bus: Bus, configuration: Configuration, *, worker: str = "publisher") -> WeightsPublisher:
