@@ -247,6 +247,39 @@ async def test_a_web_server_is_asked_with_the_key_of_fsspecs_own_settings(
     assert asked.get_nowait() == "Bearer key"
 
 
+async def test_a_web_server_that_sends_without_end_rejects_the_version_before_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(fetch, "MAX_HEADER_BYTES", 1 << 20)
+    ended = Event()
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while not ended.is_set():
+                    self.wfile.write(bytes(1 << 20))
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nobody reads it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with anyio.fail_after(10), pytest.raises(WeightsRejected, match="larger than"):
+                await WeightsFetcher(tmp_path, None).fetch_local(
+                    published(f"http://127.0.0.1:{server.server_port}/v1.safetensors")
+                )
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
+    assert not [path async for path in anyio.Path(tmp_path).iterdir()]
+
+
 async def test_what_a_store_raises_of_its_own_is_an_error_that_a_learner_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

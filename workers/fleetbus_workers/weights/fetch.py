@@ -21,7 +21,7 @@ from fleetbus.bus.objects import ObjectMissing, ObjectStore
 from fleetbus.errors import BusError, UserError
 from fleetbus_schemas import PolicyPublished
 from fleetbus_workers.weights.delta import apply_delta, read_base_uri
-from fleetbus_workers.weights.file import WeightsRejected, expect_file
+from fleetbus_workers.weights.file import MAX_HEADER_BYTES, WeightsRejected, expect_file
 from fleetbus_workers.weights.manifests import get_manifest
 from fleetbus_workers.weights.store import OBJECT_SCHEME, download
 
@@ -30,6 +30,9 @@ MAX_DELTA_CHAIN = 64
 
 MAX_LOCAL_COPIES = 2
 """Local copies: the version in use, and the one that is loaded beside it."""
+
+WIDEST_BYTES = 8
+"""Of one number of a tensor."""
 
 LOOK_SECONDS = 30.0
 """How long a shared disk may take to say whether a file is there. One that hangs would keep a worker from newer versions, and
@@ -57,9 +60,9 @@ class WeightsFetcher:
         if not published.uri:
             return published
         try:
-            file = await self._materialise(published.uri, MAX_DELTA_CHAIN)
             if published.manifest_object and self._objects is not None:
                 published = await get_manifest(self._objects, published)
+            file = await self._materialise(published.uri, MAX_DELTA_CHAIN, _find_max_bytes(published))
         except (OSError, ObjectMissing, BusError, UserError, ValueError) as error:
             raise WeightsRejected(f"{published.uri}: {' '.join(str(error).split())}") from error
         return msgspec.structs.replace(published, uri=file.absolute().as_uri())
@@ -73,14 +76,14 @@ class WeightsFetcher:
         """Remove the copies."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _materialise(self, uri: str, depth: int) -> Path:
+    async def _materialise(self, uri: str, depth: int, max_bytes: float) -> Path:
         """A local file with the whole version of ``uri``."""
         if uri in self._copies:
             self._copies.move_to_end(uri)
             return self._copies[uri]
         if not depth:
             raise WeightsRejected(f"{uri}: more than {MAX_DELTA_CHAIN} differences without a whole version")
-        file = await self._download(uri)
+        file = await self._download(uri, max_bytes)
         if not file.name.endswith(".delta"):
             return self._remember(uri, file)
         base_uri = await anyio.to_thread.run_sync(read_base_uri, file)
@@ -88,7 +91,7 @@ class WeightsFetcher:
             raise WeightsRejected(f"{uri}: names no base")
         if base_uri.rpartition("/")[0] != uri.rpartition("/")[0]:  # what a store holds names no other place to read
             raise WeightsRejected(f"{uri}: its base {base_uri[:200]!r} lies elsewhere")
-        base = await self._materialise(base_uri, depth - 1)
+        base = await self._materialise(base_uri, depth - 1, max_bytes)
         whole = self._build_path(uri, ".safetensors")
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -100,7 +103,7 @@ class WeightsFetcher:
             self._remove_copy(file)
         return self._remember(uri, whole)
 
-    async def _download(self, uri: str) -> Path:
+    async def _download(self, uri: str, max_bytes: float) -> Path:
         """The file of a URI: itself if it is local, else a copy."""
         parts = urlsplit(uri)
         if parts.scheme in ("", "file"):
@@ -113,7 +116,7 @@ class WeightsFetcher:
                 raise WeightsRejected(f"{uri}: this worker has no object store")
             await self._objects.get(parts.path.lstrip("/"), file)
         else:
-            await anyio.to_thread.run_sync(_download_whole, uri, file, abandon_on_cancel=True)
+            await anyio.to_thread.run_sync(_download_whole, uri, file, max_bytes, abandon_on_cancel=True)
         return file
 
     async def _look_at(self, file: Path) -> None:
@@ -154,12 +157,21 @@ class WeightsFetcher:
                 log.warning("removal of a copy of weights failed; leaving it", file=file.name, reason=str(error))
 
 
-def _download_whole(uri: str, file: Path) -> None:
+def _find_max_bytes(published: PolicyPublished) -> float:
+    """No file that this version, or one that it is a difference to, is made of is larger: else a server that sends without end
+    would fill the disk. Infinity if it has no manifest here."""
+    if not published.manifest:
+        return math.inf
+    numbers = sum(math.prod(entry.shape) for entry in published.manifest)
+    return max(published.size_bytes, WIDEST_BYTES * numbers) + MAX_HEADER_BYTES
+
+
+def _download_whole(uri: str, file: Path, max_bytes: float) -> None:
     """Download beside ``file`` first: nobody waits for a thread that was abandoned, and it may end in the middle of another
     download of the same."""
     partial = file.with_name(f".{uuid.uuid4().hex}{file.suffix}")
     try:
-        download(uri, partial)
+        download(uri, partial, max_bytes=max_bytes)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)

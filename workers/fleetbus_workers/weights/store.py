@@ -6,6 +6,7 @@ again. What arrives is checked against the manifest before an engine takes it, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,11 +89,21 @@ class FsspecStore:
                 self._files.rm_file(f"{self._url}/{file.name}")
 
 
-def download(uri: str, file: Path) -> None:
-    """Copy what fsspec finds at ``uri``; blocking. Raises `OSError`, also of a web server that falls silent, or `UserError`."""
+def download(uri: str, file: Path, *, max_bytes: float = math.inf) -> None:
+    """Copy what fsspec finds at ``uri``; blocking. Raises `OSError`, also of a web server that falls silent and of what is
+    larger, or `UserError`."""
+
+    def check(size: int | None, value: int) -> None:
+        if max(size or 0, value) > max_bytes:
+            raise OSError(f"{uri} is larger than {max_bytes} bytes, and no version of these tensors is")
+
     with raise_os_error(uri):
         options = _limit_silence() if uri.startswith(("http://", "https://")) else {}
-        open_filesystem(uri, **options).get_file(uri, str(file))
+        files = open_filesystem(uri, **options)
+
+        from fsspec.callbacks import Callback
+
+        files.get_file(uri, str(file), callback=Callback(hooks={"size": check}))
 
 
 def _limit_silence() -> dict[str, Any]:
