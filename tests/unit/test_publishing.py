@@ -95,8 +95,8 @@ async def test_versions_that_are_published_side_by_side_come_one_after_another(t
         subject = Subjects(RUN).policy("default")
         entries = [entry async for entry in bus.scan([subject])]
         published = [each for _, each in decode_entries(PolicyPublished, entries, beside=(LineageStarted,))]
-        assert [(each.version, each.step) for each in published] == [(0, 1), (1, 2), (2, 3)]
-        assert [read_weights(each.uri, each.manifest)["model.weight"][0, 0] for each in published] == [1.0, 2.0, 3.0]
+        assert [each.version for each in published] == [0, 1, 2] and {each.step for each in published} == {1, 2, 3}
+        assert all(read_weights(each.uri, each.manifest)["model.weight"][0, 0] == each.step for each in published)
 
 
 class StoresUnheard:
