@@ -77,3 +77,16 @@ def test_packages_whose_internals_are_used_have_an_upper_bound() -> None:
     lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     unbounded = {each.name for line in lines if not re.search(r"<|==", str((each := Requirement(line)).specifier))}
     assert inside & unbounded == set()
+
+
+def list_brought(extra: str) -> set[str]:
+    """What `pip install 'fleetbus[EXTRA]'` brings that is declared here."""
+    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]]
+    return {canonicalize_name(Requirement(line).name) for line in lines}
+
+
+def test_what_serves_imports_no_more_than_its_extra_brings() -> None:
+    files = (ROOT / "workers/fleetbus_workers/serving").glob("*.py")
+    third = {package for file in files for package in list_imports(file.read_text()) if not is_own(package)}
+    optional = {"httptools"}  # the gateway's parser, which is looked for
+    assert {canonicalize_name(DISTRIBUTIONS.get(each, each)) for each in third - optional} <= list_brought("serving")
