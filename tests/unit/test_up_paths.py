@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fleetbus.config.load import dump_configuration
 from fleetbus.config.run_folder import run_folder
 from fleetbus.config.settings import Configuration, RunSettings
-from fleetbus_workers.up.command import resolve_paths
+from fleetbus_workers.up.command import format_opening_line, resolve_paths
 from fleetbus_workers.up.identity import build_identity
 from fleetbus_workers.up.process_plans import build_role_variables
 
@@ -41,3 +42,12 @@ def test_the_password_of_a_tasks_url_reaches_the_roles_and_no_file() -> None:
 def test_every_command_looks_for_a_run_below_the_users_home_where_up_put_it() -> None:
     configuration = Configuration(run=RunSettings(folder="~/runs"))
     assert run_folder(configuration.run).path == run_folder(resolve_paths(configuration).run).path
+
+
+def test_the_opening_line_says_whose_tasks_an_environment_of_another_kind_gets(tmp_path: Path) -> None:
+    def opening(**run: Any) -> str:
+        configuration = Configuration(run=RunSettings(folder=str(tmp_path), **run))
+        return format_opening_line(configuration, run_folder(configuration.run))
+
+    assert "on gym:Taxi with the warehouse tasks (yours: --tasks FILE)," in opening(environment="gym:Taxi")
+    assert "warehouse tasks" not in opening(environment="gym:Taxi", tasks="tasks.json") + opening()

@@ -153,6 +153,8 @@ def format_opening_line(configuration: Configuration, folder: RunFolder) -> str:
     model = format_path(Path(run.model)) if run.model else "the starter policy"
     model += "".join(f", and another for the seat {policy}," for policy in list_joined_policies(run))
     tasks = f" with the tasks of {_format_tasks(run.tasks)}" if run.tasks else ""
+    if not run.tasks and run.environment != RunSettings().environment:
+        tasks = " with the warehouse tasks (yours: --tasks FILE)"
     verb = "resumes" if folder.store.exists() else "trains"
     environments = ", ".join(run.environment.split("\n"))
     return f"run {run.name} {verb} {model} on {environments}{tasks}, {learner.steps} steps ({format_path(folder.path)})"
