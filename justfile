@@ -74,7 +74,7 @@ test-openenv *arguments:
 # that TAU2_CHECKOUT names. FOREIGN_EPISODES is how many answers each environment gets
 test-foreign *arguments:
     test -d .venv-verifiers || python3 -m venv .venv-verifiers
-    .venv-verifiers/bin/pip install -q 'verifiers==0.4.0' uv "$VERIFIERS_CHECKOUT/environments/scratchpad" "$VERIFIERS_CHECKOUT/environments/kuhn_poker" "$VERIFIERS_CHECKOUT/environments/proposer_solver"
+    .venv-verifiers/bin/pip install -q 'verifiers==0.4.0' uv "$VERIFIERS_CHECKOUT/environments/scratchpad" "$VERIFIERS_CHECKOUT/environments/kuhn_poker" "$VERIFIERS_CHECKOUT/environments/proposer_solver" tests/foreign/in_process
     test -d .venv-verifiers-v0 || python3 -m venv .venv-verifiers-v0
     mkdir -p build/tool_test && git -C "$VERIFIERS_CHECKOUT" archive v0.2.0 environments/tool_test | tar x -C build/tool_test --strip-components=2
     .venv-verifiers-v0/bin/pip install -q 'verifiers==0.3.1' build/tool_test

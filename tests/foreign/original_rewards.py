@@ -1,9 +1,10 @@
-"""Computes the rewards of the package `verifiers` itself: ``python original_rewards.py NAME EPISODES [all]``, in its
+"""Computes the rewards of the package `verifiers` itself: ``python original_rewards.py NAME EPISODES [HARNESS]``, in its
 interpreter.
 
 EPISODES is a file, ``[[INDEX, [ANSWER, ...]], ...]``; an answer is a text or a list of calls, ``[NAME, ARGUMENTS]``. Prints
-a list of rewards, with ``all`` of each role by name, null where the package recorded an error. It loads, serves and runs as the
-package's own evaluation does, against a server of its own. Nothing of fleetbus is imported.
+a list of rewards, of v1 those of each role by name, null where the package recorded an error, and how many answers each episode
+took. It loads, serves and runs as the package's own evaluation does, against a server of its own, each role with HARNESS
+(`null`). Nothing of fleetbus is imported.
 """
 
 from __future__ import annotations
@@ -20,25 +21,27 @@ from pathlib import Path
 from typing import Any
 
 AT_A_TIME = 4
-NULL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-V1: dict[str, dict[str, Any]] = {
-    "scratchpad": {"agent": NULL},
-    "kuhn_poker": {"player0": NULL, "player1": NULL},
-    "proposer_solver": {"proposer": NULL, "solver": NULL, "n": 2},
+FIELDS: dict[str, dict[str, Any]] = {
+    "scratchpad": {"agent": {}},
+    "kuhn_poker": {"player0": {}, "player1": {}},
+    "proposer_solver": {"proposer": {}, "solver": {}, "n": 2},
 }
-ROLES = {"scratchpad": "agent", "kuhn_poker": "player0", "proposer_solver": "solver"}
+"""The roles of each environment of v1, and what else its configuration has."""
 
 
 class Model(BaseHTTPRequestHandler):
     """Answers ``/NUMBER/v1/chat/completions`` with the next answer of that episode."""
 
     episodes: list[list[Any]]
+    taken: list[int]
 
     def log_message(self, *arguments: Any) -> None: ...
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        answers = self.episodes[int(self.path.split("/")[1])][1]
+        number = int(self.path.split("/")[1])
+        answers = self.episodes[number][1]
+        self.taken[number] += 1
         message, finish = build_message(answers.pop(0) if answers else "done")
         head = {
             "id": "x",
@@ -80,25 +83,24 @@ def build_message(answer: Any) -> tuple[dict[str, Any], str]:
     return {"role": "assistant", "content": None, "tool_calls": calls}, "tool_calls"
 
 
-async def play_v1(name: str, episodes: list[list[Any]], url: str) -> list[Any]:
+async def play_v1(name: str, episodes: list[list[Any]], url: str, harness: str) -> list[dict[str, float] | None]:
     import verifiers.v1 as vf
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    environment = load_environment(resolve_env_config({"taskset": {"id": name}, **V1[name]}))
+    role = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
+    fields = {key: role if value == {} else value for key, value in FIELDS[name].items()}
+    environment = load_environment(resolve_env_config({"taskset": {"id": name}, **fields}))
     tasks = list(itertools.islice(iter(environment.taskset), max(index for index, _ in episodes) + 1))
     gate = asyncio.Semaphore(AT_A_TIME)
 
-    async def play(number: int) -> Any:
+    async def play(number: int) -> dict[str, float] | None:
         client = vf.EvalClientConfig(base_url=f"{url}/{number}/v1", api_key_var="NO_KEY")
         slot = environment.slots(tasks[episodes[number][0]])[0]
         episode = await environment.run_slot(slot, vf.ModelContext(model="m", client=client), gate)
         rewards: dict[str, list[float]] = {}
         for trace in episode.traces:
             rewards.setdefault(trace.agent.name, []).append(trace.reward)
-        means = {role: sum(values) / len(values) for role, values in rewards.items()}
-        if not episode.ok:
-            return None
-        return means if sys.argv[3:] else means[ROLES[name]]
+        return {role: sum(values) / len(values) for role, values in rewards.items()} if episode.ok else None
 
     async with environment.serving():
         return list(await asyncio.gather(*map(play, range(len(episodes)))))
@@ -121,12 +123,15 @@ async def play_v0(name: str, episodes: list[list[Any]], url: str) -> list[float 
 
 def main() -> None:
     name, episodes = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
-    Model.episodes = episodes
+    Model.episodes, Model.taken = episodes, [0] * len(episodes)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Model)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    is_v0 = hasattr(importlib.import_module(name), "load_environment")
-    rewards = asyncio.run((play_v0 if is_v0 else play_v1)(name, episodes, f"http://127.0.0.1:{server.server_port}"))
-    print(json.dumps(rewards))
+    url = f"http://127.0.0.1:{server.server_port}"
+    if hasattr(importlib.import_module(name), "load_environment"):
+        rewards: list[Any] = asyncio.run(play_v0(name, episodes, url))
+    else:
+        rewards = asyncio.run(play_v1(name, episodes, url, (*sys.argv[3:], "null")[0]))
+    print(json.dumps([rewards, Model.taken]))
 
 
 if __name__ == "__main__":
