@@ -1,4 +1,4 @@
-"""Games of the package `verifiers` as its own evaluation played and paid them: 200 of each in ``recorded_games/NAME.json``.
+"""Games of the package `verifiers` as its own evaluation played and paid them: 200 of each in ``games/NAME.json``.
 
 ``python -m tests.foreign.recorded_games NAME`` plays them anew; ``just test-foreign`` makes the interpreter.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FOLDER = Path(__file__).with_name("recorded_games")
+FOLDER = Path(__file__).with_name("games")
 ORIGINAL = Path(__file__).with_name("original_rewards.py")
 V1 = os.environ.get("VERIFIERS_PYTHON", str(Path(__file__).parents[2] / ".venv-verifiers/bin/python"))
 GAMES, TASKS = 200, 6
