@@ -92,7 +92,8 @@ def build_command(spec: str, python: str, *options: str) -> list[str]:
         )
     if not words or any("=" not in word for word in words[1:]):
         raise UserError(f"environment {spec!r} must be written as {kind}:NAME [ARGUMENT=VALUE ...]")
-    name = os.path.abspath(os.path.expanduser(words[0])) if words[0].startswith((".", "/", "~")) else words[0]
+    is_path = words[0].startswith((".", "/", "~")) or find_place(words[0]).endswith(".py")
+    name = os.path.abspath(os.path.expanduser(words[0])) if is_path else words[0]
     if os.path.isabs(name) and not os.path.exists(find_place(name)):
         raise UserError(f"environment {spec!r}: there is no {find_place(name)}")
     return [os.path.abspath(found), str(RUNNER), *options, kind, name, *words[1:]]
