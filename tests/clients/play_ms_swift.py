@@ -24,6 +24,8 @@ from swift.rollout.multi_turn import GYMScheduler
 
 import fleetbus_workers.trainers.ms_swift  # noqa: F401
 
+MAX_TURNS = 50
+
 
 class Engine:
     """What the scheduler uses of ``GRPOVllmEngine``."""
@@ -44,9 +46,10 @@ class Engine:
 
 async def play(facts: dict[str, Any]) -> None:
     tokenizer = open_tokenizer()
-    scheduler = GYMScheduler(Engine(tokenizer), gym_env="fleetbus")
+    scheduler = GYMScheduler(Engine(tokenizer), max_turns=MAX_TURNS, gym_env="fleetbus")
     enough, played = Path(facts["enough"]), 0
-    environment = {"name": "fleetbus", "task_key": "t", **{name: facts[name] for name in ("url", "run", "tasks")}}
+    where = {name: facts[name] for name in ("url", "run", "tasks")}
+    environment = {"name": "fleetbus", "task_key": "t", "max_turns": MAX_TURNS, **where}
     while played < facts["episodes"] or not enough.exists():  # noqa: ASYNC240
         requests = [
             RolloutInferRequest(
