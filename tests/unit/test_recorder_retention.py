@@ -139,6 +139,7 @@ def test_what_nobody_trains_is_named_behind_an_open_episode_once_it_has_a_result
     log.play("a", lineage="")
     assert log.retention.list_settled(log.last - 1, most=9) == []
     assert log.retention.list_settled(log.last, most=9) == ["a"]
+    assert log.retention.list_settled(log.last, most=9, trimmed=log.last) == []
     log.retention.mark_removed("a", log.last)
     assert log.retention.list_settled(log.last, most=9) == []
 

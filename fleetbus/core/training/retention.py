@@ -266,10 +266,10 @@ class Retention:
         """The last sequence, up to ``last_sequence``, before any content that is needed."""
         return min((episode.content - 1 for episode in self._list_needed() if episode.content > 0), default=last_sequence)
 
-    def list_settled(self, last_sequence: int, most: int) -> list[str]:
+    def list_settled(self, last_sequence: int, most: int, *, trimmed: int = 0) -> list[str]:
         """So many episodes that were settled by then and that the floor has not passed, until `mark_removed`: nobody needs
-        their content, even where an open episode before them keeps the rest."""
-        answered = (each for each, at in self._answered.items() if at <= last_sequence)
+        their content, even where an open episode before them keeps the rest. Up to ``trimmed`` there is no content any more."""
+        answered = (each for each, at in self._answered.items() if trimmed < at <= last_sequence)
         settled = chain(answered, *(training.list_settled(last_sequence) for training in self._training.values()))
         return list(islice((each for each in dict.fromkeys(settled) if not self._joined or not self._is_needed(each)), most))
 

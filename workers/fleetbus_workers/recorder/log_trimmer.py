@@ -219,7 +219,7 @@ class LogTrimmer:
         if state.used_bytes <= state.limit_bytes * SHORT_SHARE or not state.limit_bytes:
             return
         position = min(self.last_entered, self._content_ages.find_position())
-        if not (episodes := self._retention.list_settled(position, MAX_EPISODES_PER_TRIM)):
+        if not (episodes := self._retention.list_settled(position, MAX_EPISODES_PER_TRIM, trimmed=self.trimmed)):
             return
 
         async def remove(episode: str) -> None:
