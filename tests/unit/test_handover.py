@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import queue
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -341,75 +339,6 @@ def test_the_model_is_saved_without_what_training_needs(handover: Handover, trai
     trainer.restore(tmp_path / "state")
     trainer.save_model(tmp_path / "model")
     assert [file.name for file in (tmp_path / "model").iterdir()] == ["model.safetensors"]
-
-
-def test_versions_are_the_newest_weights_that_were_sent_and_stay_when_others_come(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    sent = SentWeights(tmp_path)
-    with pytest.raises(FileNotFoundError, match="sent no weights"):
-        sent.save_weights(tmp_path / "l1-v000000.safetensors")
-    sent.write([("a", torch.zeros(2)), ("b", torch.ones(3))])
-    first = sent.save_weights(tmp_path / "l1-v000000.safetensors")
-    content = (tmp_path / "l1-v000000.safetensors").read_bytes()
-    sent.write([("a", torch.ones(2)), ("b", torch.ones(3))])
-    second = sent.save_weights(tmp_path / "l1-v000001.safetensors")
-    assert [entry.name for entry in first] == ["a", "b"]
-    assert first[0].sha256 != second[0].sha256
-    assert first[1] == second[1]
-    assert (tmp_path / "l1-v000000.safetensors").read_bytes() == content
-    sent.clear()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["l1-v000000.safetensors", "l1-v000001.safetensors"]
-
-
-class OnDevice:
-    """A tensor of an accelerator, whose copies in this machine's memory are counted while they are held."""
-
-    copies: ClassVar[list[weakref.ref[Any]]] = []
-    most = 0
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
-
-    def detach(self) -> OnDevice:
-        return self
-
-    def cpu(self) -> Any:
-        copy = self._tensor.clone()
-        self.copies.append(weakref.ref(copy))
-        OnDevice.most = max(self.most, sum(each() is not None for each in self.copies))
-        return copy
-
-
-def test_of_weights_that_are_there_anyway_no_more_than_one_is_copied_at_a_time(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    named: list[tuple[str, Any]] = [(f"layer{number}", OnDevice(torch.full((4,), float(number)))) for number in range(16)]
-    sent = SentWeights(tmp_path)
-    sent.write(named)
-    assert 1 <= OnDevice.most <= 2, "the one that is written, while the next one is made"
-    assert len(sent.save_weights(tmp_path / "l1-v000000.safetensors")) == 16
-
-
-def test_weights_of_another_shape_than_before_are_refused(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    sent = SentWeights(tmp_path)
-    sent.write([("a", torch.zeros(2))])
-    with pytest.raises(ValueError, match="a is not what was announced"):
-        sent.write([("a", torch.zeros(3))])
-
-
-def test_what_killed_processes_left_is_removed_once_a_version_is_published_and_not_before(tmp_path: Path) -> None:
-    """Until then a learner that was not replaced may need it: one that is refused must not end it."""
-    torch = pytest.importorskip("torch")
-    left = [tmp_path / ".sent-0.safetensors", tmp_path / "..sent-1.safetensors.2"]  # whole, and half written
-    for file in left:
-        file.write_bytes(b"")
-    sent = SentWeights(tmp_path)
-    sent.write([("a", torch.zeros(2))])
-    assert all(file.exists() for file in left)
-    sent.save_weights(tmp_path / "l1-v000000.safetensors")
-    assert not any(file.exists() for file in left)
-    sent.clear()
-    assert [file.name for file in tmp_path.iterdir()] == ["l1-v000000.safetensors"]
 
 
 def test_rows_come_as_soon_as_they_are_given(handover: Handover) -> None:
