@@ -9,7 +9,7 @@ from fleetbus.core.episode.labels import EpisodeLabels
 from fleetbus.errors import LogFull, PublishUnanswered, SequenceConflict, UserError
 from fleetbus.log.episodes import read_episode_state
 from fleetbus.log.stored_entries import read_stored
-from fleetbus_schemas import EpisodeLabeled, Subjects, encode
+from fleetbus_schemas import GRADED, EpisodeLabeled, Subjects, encode
 
 TRIES = 8
 """Others may label the same episode meanwhile as often as that."""
@@ -44,7 +44,7 @@ async def store_labels(
         raise LabelsRefused(f"there is no episode {message.episode_id} in the log of run {subjects.run}")
     if message.turn is not None:
         result = (await read_episode_state(bus, subjects, message.episode_id)).result
-        if result is not None and message.turn >= result.turns:
+        if result is not None and result.outcome in GRADED and message.turn >= result.turns:  # others do not count all
             raise LabelsRefused(f"episode {message.episode_id} has {result.turns} turns, from 0 on: none is {message.turn}")
     payload, tried_after = encode(message, subject=subject), None
     for _ in range(TRIES):

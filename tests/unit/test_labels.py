@@ -102,6 +102,12 @@ async def test_a_turn_that_an_episode_did_not_have_is_refused_once_it_is_over(bu
         await store_labels(bus, SUBJECTS, said(turn=3, add=("odd",)))
 
 
+async def test_a_turn_of_an_episode_that_was_lost_is_labelled_as_its_result_counts_none(bus: Bus) -> None:
+    result = EpisodeFinished(episode_id="e1", group_id="g", attempt=3, outcome="lost", worker="w")
+    await bus.publish(SUBJECTS.episode("e1"), encode(result))
+    assert (await store_labels(bus, SUBJECTS, said(turn=1, add=("odd",)))).names == ("odd",)
+
+
 async def test_an_episode_is_changed_so_often_and_not_once_more(bus: Bus) -> None:
     for number in range(MAX_CHANGES):
         await bus.publish(SUBJECTS.label("e1"), encode(said(add=("odd",)) if number % 2 else said(remove=("odd",))))
