@@ -42,7 +42,7 @@ async def store_labels(
     is_known = any(entry.subject.split(".", 3)[2] == "task" for entry in before.values())
     if not is_known and await bus.next_entry(subjects.task("*", message.episode_id), start=1) is None:
         raise LabelsRefused(f"there is no episode {message.episode_id} in the log of run {subjects.run}")
-    if message.turn is not None:
+    if message.turn is not None and (message.add or message.comment):
         result = (await read_episode_state(bus, subjects, message.episode_id)).result
         if result is not None and result.outcome in GRADED and message.turn >= result.turns:  # others do not count all
             raise LabelsRefused(f"episode {message.episode_id} has {result.turns} turns, from 0 on: none is {message.turn}")

@@ -102,6 +102,13 @@ async def test_a_turn_that_an_episode_did_not_have_is_refused_once_it_is_over(bu
         await store_labels(bus, SUBJECTS, said(turn=3, add=("odd",)))
 
 
+async def test_a_label_that_a_turn_got_before_the_end_is_taken_off_a_turn_that_did_not_come(bus: Bus) -> None:
+    await store_labels(bus, SUBJECTS, said(turn=3, add=("odd",)))
+    result = EpisodeFinished(episode_id="e1", group_id="g", attempt=0, outcome="completed", worker="w", reward=1.0, turns=3)
+    await bus.publish(SUBJECTS.episode("e1"), encode(result))
+    assert (await store_labels(bus, SUBJECTS, said(turn=3, remove=("odd",)))).names == ()
+
+
 async def test_a_turn_of_an_episode_that_was_lost_is_labelled_as_its_result_counts_none(bus: Bus) -> None:
     result = EpisodeFinished(episode_id="e1", group_id="g", attempt=3, outcome="lost", worker="w")
     await bus.publish(SUBJECTS.episode("e1"), encode(result))
