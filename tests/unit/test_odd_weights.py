@@ -17,6 +17,7 @@ from threading import Event, Thread
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 import torch
 
@@ -278,6 +279,15 @@ async def test_a_web_server_that_sends_without_end_rejects_the_version_before_th
             server.shutdown()
             thread.join()
     assert not [path async for path in anyio.Path(tmp_path).iterdir()]
+
+
+@pytest.mark.parametrize("shape", [(10**4299,) * 700, (-(10**4299), 0), (10**18,) * 100])
+async def test_a_manifest_of_tensors_that_cannot_be_holds_no_worker_up(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """The product of so long numbers took twenty seconds, in which a worker neither renewed its leases nor could be drained."""
+    (file := tmp_path / "v1.safetensors").touch()
+    version = msgspec.structs.replace(published(file.as_uri()), manifest=(msgspec.structs.replace(LISTED[0], shape=shape),))
+    with anyio.fail_after(5):
+        assert (await WeightsFetcher(tmp_path / "copies", None).fetch_local(version)).uri == file.as_uri()
 
 
 async def test_what_a_store_raises_of_its_own_is_an_error_that_a_learner_waits_for(

@@ -34,6 +34,9 @@ MAX_LOCAL_COPIES = 2
 WIDEST_BYTES = 8
 """Of one number of a tensor."""
 
+MOST_NUMBERS = 1e18
+"""Along one dimension of a tensor, whatever a manifest says: its whole numbers may have thousands of digits."""
+
 LOOK_SECONDS = 30.0
 """How long a shared disk may take to say whether a file is there. One that hangs would keep a worker from newer versions, and
 all episodes waiting that were asked for after this one."""
@@ -159,10 +162,11 @@ class WeightsFetcher:
 
 def _find_max_bytes(published: PolicyPublished) -> float:
     """No file that this version, or one that it is a difference to, is made of is larger: else a server that sends without end
-    would fill the disk. Infinity if it has no manifest here."""
+    would fill the disk. Infinity if it has no manifest here. In floats: exact products of long numbers take hours."""
     if not published.manifest:
         return math.inf
-    numbers = sum(math.prod(entry.shape) for entry in published.manifest)
+    shapes = ((min(max(size, 0), MOST_NUMBERS) for size in entry.shape) for entry in published.manifest)
+    numbers = sum(math.prod(shape, start=1.0) for shape in shapes)
     return max(published.size_bytes, WIDEST_BYTES * numbers) + MAX_HEADER_BYTES
 
 

@@ -95,7 +95,7 @@ def download(uri: str, file: Path, *, max_bytes: float = math.inf) -> None:
 
     def check(size: int | None, value: int) -> None:
         if max(size or 0, value) > max_bytes:
-            raise OSError(f"{uri} is larger than {max_bytes} bytes, and no version of these tensors is")
+            raise OSError(f"{uri} is larger than {max_bytes:.0f} bytes, and no version of these tensors is")
 
     with raise_os_error(uri):
         options = _limit_silence() if uri.startswith(("http://", "https://")) else {}
