@@ -144,6 +144,17 @@ def test_what_nobody_trains_is_named_behind_an_open_episode_once_it_has_a_result
     assert log.retention.list_settled(log.last, most=9) == []
 
 
+def test_what_is_open_again_is_not_named_because_somebody_else_asked_for_it_and_had_a_result() -> None:
+    log = Log()
+    log.play("open")
+    log.play("a")
+    log.step(1, "a")
+    log.checkpoint(1)
+    log.play("a", lineage="")
+    log.train(LineageStarted(lineage="l2", worker="w", parent="l1", parent_step=0))
+    assert log.retention.list_settled(log.last, most=9) == []
+
+
 def test_a_fence_on_the_policy_subject_starts_no_second_lineage() -> None:
     log = Log()
     log.play("a")

@@ -271,7 +271,7 @@ class Retention:
         their content, even where an open episode before them keeps the rest. Up to ``trimmed`` there is no content any more."""
         answered = (each for each, at in self._answered.items() if trimmed < at <= last_sequence)
         settled = chain(answered, *(training.list_settled(last_sequence) for training in self._training.values()))
-        return list(islice((each for each in dict.fromkeys(settled) if not self._joined or not self._is_needed(each)), most))
+        return list(islice((each for each in dict.fromkeys(settled) if not self._is_needed(each)), most))
 
     def mark_removed(self, episode: str, last_sequence: int) -> None:
         """The content of an episode that was settled by then has left the log."""
