@@ -216,7 +216,8 @@ def test_an_interrupt_while_a_connection_is_made_leaves_nothing_that_holds_up_th
 
     @asynccontextmanager
     async def connect(*_: object, **__: object) -> AsyncIterator[None]:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # wakes it where it waits for a lock, too
+        await anyio.sleep(0.2)  # a signal that comes just before a thread waits for a lock does not wake it
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         await answered.wait()
         yield
 
