@@ -7,8 +7,7 @@
                     train(sequence.ids, sequence.loss_mask, sequence.logprobs, episode.reward)
 
 Environment and inference workers do the rest: the trainer publishes its weights as `PolicyPublished`, or lets the inference
-workers sample from a server of its own. Episodes are asked for as evaluation, so the books of the run's own learner, if there
-is one, do not count them.
+workers sample from a server of its own. Episodes are asked for as evaluation: a learner of the run does not count them.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ from fleetbus_schemas import GRADED, AttemptStarted, EpisodeFinished, EpisodeSea
 from fleetbus_schemas.tokens import unpack_logprobs
 
 MAX_UNCLAIMED = 8
-"""Episodes of a pool that are asked for and that no worker has taken up, or one group: while they wait, their deadlines come
-nearer."""
+"""Episodes of a pool that are asked for and that no worker has taken up, or one group: meanwhile their time runs out."""
 
 log = structlog.get_logger()
 
@@ -250,6 +248,7 @@ class _GroupRunner:
         self._requests = requests
         self._pool_names = pools
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
+        self._admission = anyio.Lock()  # of one group at a time, whatever its pool: side by side all would find the same room
         self._group_size = group_size
         self._sampled = sampled
         self._max_abs_reward = max_abs_reward
@@ -298,7 +297,8 @@ class _GroupRunner:
         async with finished:
             async with pool.turn:
                 await pool.wait_for_claims(self._group_size)
-                await self._requests.wait_for_room(self._group_size)
+                async with self._admission:
+                    await self._requests.wait_for_room(self._group_size)
             self._unclaimed |= dict.fromkeys((f"{group_id}-k{index}" for index in range(self._group_size)), pool)
             async with anyio.create_task_group() as group:
                 for index in range(self._group_size):

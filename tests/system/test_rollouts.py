@@ -14,7 +14,8 @@ from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus, LogState
 from fleetbus.client.rollouts import rollouts
 from fleetbus.client.sessions import SessionFailed, sessions
-from fleetbus.config.settings import EnvironmentSettings, RunSettings
+from fleetbus.config.settings import EnvironmentSettings, NatsSettings, RunSettings
+from fleetbus.delivery.log_room import FILL_SHARE, UNMEASURED_BYTES
 from fleetbus.errors import RequestUnanswered
 from fleetbus_schemas import Action, ContextChange, EpisodeFinished, SessionAnswer, Task
 from fleetbus_schemas.tokens import unpack_ids
@@ -23,7 +24,7 @@ from fleetbus_workers.environment.base import EnvironmentFailed, Step
 from fleetbus_workers.environment.episode import result, runner
 from fleetbus_workers.learner.batches import CreditPlan, build_sequence
 from fleetbus_workers.learner.leaves import list_leaves, split_sequence
-from tests.support.small_deployment import LIMITS, RUN, build_configuration, small_deployment
+from tests.support.small_deployment import LANES, LIMITS, RUN, build_configuration, small_deployment
 from tests.support.virtual_time import virtual_time
 
 TASKS = [Task(key=f"t{number}", prompt=f"play {number}") for number in range(6)]
@@ -273,3 +274,26 @@ async def test_a_pool_without_workers_holds_up_no_group_of_another() -> None:
                     ended_at.append(anyio.current_time())
     assert [len(group.graded) for group in groups] == [8] * 12 + [0] * 4
     assert ended_at[11] - ended_at[0] < 1
+
+
+class Distant(AwayAtFirst):
+    """The state of the log takes a while to arrive."""
+
+    async def log_state(self, consumers: Sequence[str] = ()) -> LogState:
+        state = await self._bus.log_state(consumers)
+        await anyio.sleep(0.05)
+        return state
+
+
+async def test_groups_of_many_pools_are_not_asked_for_together_where_the_log_has_room_for_a_few() -> None:
+    """Each pool looked for room by itself, and all found the same: the reserve for what was admitted was used up."""
+    tasks = [Task(key=f"t{number}", prompt="play", env=f"e{number}") for number in range(32)]
+    run = RunSettings(name=RUN, pool="\n".join(f"e{number}=pool-{number}" for number in range(32)))
+    nats = NatsSettings(lanes=LANES, max_bytes=2 << 20)
+    async with (
+        small_deployment(build_configuration(run=run, nats=nats)) as fleet,
+        rollouts(cast("Bus", Distant(fleet.bus)), fleet.configuration, tasks, group_size=8, groups_at_a_time=32),
+    ):
+        await anyio.sleep(LIMITS.episode / 2)
+        asked = [entry async for entry in fleet.bus.scan([fleet.subjects.tasks()])]
+        assert 8 <= len(asked) * UNMEASURED_BYTES <= FILL_SHARE * (2 << 20), len(asked)
