@@ -251,3 +251,15 @@ def test_other_threads_run_while_a_long_text_becomes_ids(tmp_path: Path) -> None
     assert longest < (seen - began) / 2
     assert template.decode(ids) == text
     assert ids == [one for line in text.splitlines(keepends=True) for one in template.encode(line)]
+
+
+def test_a_length_that_the_tokenizer_s_file_names_neither_cuts_nor_pads_a_text(tmp_path: Path) -> None:
+    """Training writes its own into the folder. Of longer prompts the policy saw the beginning alone, and nobody was told."""
+    file = write_folder(tmp_path, CHATML) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.enable_truncation(64)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(file))
+    template = ChatTemplate(tmp_path)
+    for text in ("bolt", "bolt " * 100, "bolt " * 10_000):
+        assert template.decode(template.encode(text)) == text

@@ -332,6 +332,8 @@ def _build_encoder(tokenizer: Any, backend: Any) -> Callable[[str], list[int]]:
     There one text holds up all of Python, and a batch does not."""
     if backend is None:
         return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+    backend.no_truncation()  # a tokenizer that was trained with keeps in its file what it cut texts to
+    backend.no_padding()
 
     def encode(text: str) -> list[int]:
         if len(text) <= MAX_CACHED_CHARACTERS:
