@@ -197,6 +197,17 @@ async def test_what_cannot_be_had_is_rejected_in_one_line_and_may_be_had_later(t
     assert (await fetcher.fetch_local(published(*entries[-1]))).uri.startswith("file://")
 
 
+async def test_differences_whose_base_cannot_be_had_do_not_stay_on_the_disk(tmp_path: Path) -> None:
+    """Nobody would remove them once a whole version is published: each may be almost as large as the model."""
+    shelf, entries = await chain(tmp_path, 3)
+    (tmp_path / "shelf/v0.safetensors").unlink()
+
+    with pytest.raises(WeightsRejected, match=r"v0\.safetensors is not in bucket b"):
+        await WeightsFetcher(tmp_path / "copies", shelf).fetch_local(published(*entries[-1]))
+
+    assert list((tmp_path / "copies").iterdir()) == []
+
+
 async def test_a_copy_that_was_damaged_on_its_way_is_fetched_again_with_all_that_was_made_of_it(tmp_path: Path) -> None:
     """The base is remembered, and every version after it would be made of it."""
     shelf, entries = await chain(tmp_path, 2)

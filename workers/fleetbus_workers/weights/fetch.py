@@ -89,7 +89,14 @@ class WeightsFetcher:
         file = await self._download(uri, max_bytes)
         if not file.name.endswith(".delta"):
             return self._remember(uri, file)
-        base_uri = await anyio.to_thread.run_sync(read_base_uri, file)
+        try:
+            return self._remember(uri, await self._apply(file, uri, depth, max_bytes))
+        finally:
+            self._remove_copy(file)
+
+    async def _apply(self, delta: Path, uri: str, depth: int, max_bytes: float) -> Path:
+        """The whole version that a difference makes of its base."""
+        base_uri = await anyio.to_thread.run_sync(read_base_uri, delta)
         if base_uri is None:
             raise WeightsRejected(f"{uri}: names no base")
         if base_uri.rpartition("/")[0] != uri.rpartition("/")[0]:  # what a store holds names no other place to read
@@ -98,13 +105,11 @@ class WeightsFetcher:
         whole = self._build_path(uri, ".safetensors")
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
-            await anyio.to_thread.run_sync(lambda: apply_delta(file, base=base, file=whole))
+            await anyio.to_thread.run_sync(lambda: apply_delta(delta, base=base, file=whole))
         except (WeightsRejected, OSError):
             self.discard_copies()
             raise
-        finally:
-            self._remove_copy(file)
-        return self._remember(uri, whole)
+        return whole
 
     async def _download(self, uri: str, max_bytes: float) -> Path:
         """The file of a URI: itself if it is local, else a copy."""
