@@ -18,6 +18,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fleetbus.auth.access import build_access
 from fleetbus.bus.nats import connect
 from fleetbus.client.sessions import Session, SessionClient, sessions
+from fleetbus.errors import BusClosed
 from fleetbus_schemas import Subjects
 
 T = TypeVar("T")
@@ -52,12 +53,17 @@ class SharedClient:
 
 async def wait_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Awaitable[T]], *args: Any) -> T:
     """Run a coroutine function on the loop of another thread: with a portal's own way to start a call the caller's loop would
-    stand still until that one has its turn. Cancelling it cancels the call."""
+    stand still until that one has its turn. Cancelling it cancels the call. Raises `BusClosed` if that loop ends meanwhile."""
 
     async def call() -> T:
         return await function(*args)
 
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
+    try:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
+    except asyncio.CancelledError:
+        if (caller := asyncio.current_task()) is None or caller.cancelling():
+            raise
+        raise BusClosed("the connection was closed during the call") from None
 
 
 def get_shared_client(url: str, run: str) -> SharedClient:

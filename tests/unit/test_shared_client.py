@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any, cast
 
 import anyio
@@ -14,6 +15,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from fleetbus.client.blocking import SharedClient
+from fleetbus.errors import BusClosed
 
 PROGRAM = """
 import multiprocessing, os, sys
@@ -98,3 +100,24 @@ def test_a_calls_error_is_the_callers(client: SharedClient) -> None:
 
     with pytest.raises(LookupError, match="no such session"):
         asyncio.run(client.wait(fail))
+
+
+def test_a_call_that_the_shared_loop_ends_has_failed_and_was_not_cancelled() -> None:
+    """A task group takes a task that was cancelled for one that it need not tell of."""
+
+    async def call() -> None:
+        began, portals = threading.Event(), ExitStack()
+        portal = portals.enter_context(start_blocking_portal("asyncio"))
+
+        async def stay() -> None:
+            began.set()
+            await anyio.sleep_forever()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(SharedClient(portal, cast("Any", None)).wait(stay))
+            await asyncio.to_thread(began.wait, 5)
+            await asyncio.to_thread(portals.close)
+
+    with pytest.raises(ExceptionGroup) as failed:
+        asyncio.run(call())
+    assert failed.group_contains(BusClosed)
