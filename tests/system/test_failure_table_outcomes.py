@@ -229,6 +229,7 @@ async def test_a_bad_version_changes_nothing_until_a_good_one_comes() -> None:
             engine = fleet.inference("inference-0", sampler=Choosy())
             fleet.environment("environment-0")
             await fleet.heard(engine)
+            await fleet.until(lambda: fleet.beats[engine.name].counters.get("versions_loaded") == 1)
             await fleet.publish_policy(1, uri="bad")
             await fleet.request("before")
             assert (await fleet.result("before")).policy_versions == (0,)

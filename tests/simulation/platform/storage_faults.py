@@ -27,6 +27,7 @@ MOST_SYNCS = 6
 """At the latest so many syncs after a disk began to fail, one fails."""
 
 AWAY_SHARE = 10.0
+AWAY_SUFFIX = ".away"
 """How many times longer a folder is away than other faults last: some wait for it longer than a learner does."""
 
 FULL_SHARE = 3.0
@@ -95,7 +96,7 @@ async def take_away(folder: Path, seconds: float) -> set[str]:
     """The folder is not mounted for a while; what is written there meanwhile is hidden afterwards: returns its names."""
     if not folder.is_dir():  # noqa: ASYNC240 - virtual time knows no threads
         return set()
-    away = folder.with_name(f"{folder.name}.away")
+    away = folder.with_name(f"{folder.name}{AWAY_SUFFIX}")
     if away.exists():
         return set()
     hidden: set[str] = set()
@@ -108,6 +109,12 @@ async def take_away(folder: Path, seconds: float) -> set[str]:
         shutil.rmtree(folder, ignore_errors=True)
         away.rename(folder)
     return hidden
+
+
+def find_taken_away(path: Path) -> Path:
+    """Where a checkpoint of that path is while its folder is not mounted, else the path itself."""
+    away = path.parent.with_name(f"{path.parent.name}{AWAY_SUFFIX}") / path.name
+    return away if away.exists() and not path.exists() else path
 
 
 def rewind_checkpoints(folder: Path, count: int) -> list[str]:
