@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from fleetbus.recording.writer import RecordingWriter
     from fleetbus_workers.run_access.sources import Source
 
-FOLLOWER_NICE = 15
-"""Added to the niceness of a process that follows a run, where idle scheduling is not available."""
+FOLLOWER_NICE = 10
+"""Added to the niceness of a process that follows a run."""
 
 WEIGHTS_NAME = re.compile(r"l\d{1,9}-v\d{6,12}\.(safetensors|delta)", re.ASCII)
 """What a learner calls its files."""
@@ -94,12 +94,12 @@ def command(
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this process, so that the run's workers are not slowed; the log keeps unread entries."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (AttributeError, OSError):  # not Linux, or not allowed
-        if hasattr(os, "nice"):
-            os.nice(FOLLOWER_NICE)
+    """Lower the priority of this process, so that the run's workers are hardly slowed; the log keeps unread entries.
+
+    Not idle scheduling: on a machine whose cores are all busy it leaves a signal unanswered for minutes.
+    """
+    if hasattr(os, "nice"):
+        os.nice(FOLLOWER_NICE)
 
 
 async def _record(
