@@ -53,13 +53,20 @@ class SharedClient:
 
 async def wait_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Awaitable[T]], *args: Any) -> T:
     """Run a coroutine function on the loop of another thread: with a portal's own way to start a call the caller's loop would
-    stand still until that one has its turn. Cancelling it cancels the call. Raises `BusClosed` if that loop ends meanwhile."""
+    stand still until that one has its turn. Cancelling it cancels the call. Raises `BusClosed` if that loop has ended, or ends
+    meanwhile."""
 
     async def call() -> T:
         return await function(*args)
 
+    calling = call()
     try:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call(), loop))
+        called = asyncio.run_coroutine_threadsafe(calling, loop)
+    except RuntimeError:  # the loop is closed
+        calling.close()
+        raise BusClosed("the connection is closed") from None
+    try:
+        return await asyncio.wrap_future(called)
     except asyncio.CancelledError:
         if (caller := asyncio.current_task()) is None or caller.cancelling():
             raise

@@ -121,3 +121,12 @@ def test_a_call_that_the_shared_loop_ends_has_failed_and_was_not_cancelled() -> 
     with pytest.raises(ExceptionGroup) as failed:
         asyncio.run(call())
     assert failed.group_contains(BusClosed)
+
+
+def test_a_call_on_a_shared_loop_that_has_ended_says_that_it_is_closed() -> None:
+    async def answer() -> None: ...
+
+    with start_blocking_portal("asyncio") as portal:
+        client = SharedClient(portal, cast("Any", None))
+    with pytest.raises(BusClosed, match="the connection is closed"):
+        asyncio.run(client.wait(answer))
