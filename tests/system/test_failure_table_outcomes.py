@@ -16,6 +16,7 @@ from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step, Verdict
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
+from fleetbus_workers.inference.worker import TRIES_OF_THE_NEWEST
 from tests.support.deployment_member import Member
 from tests.support.interrupted_deployment import (
     PATIENT,
@@ -239,6 +240,33 @@ async def test_a_bad_version_changes_nothing_until_a_good_one_comes() -> None:
             await fleet.until(lambda: fleet.beats[engine.name].policy_version == 2)
             await fleet.request("after")
             assert (await fleet.result("after")).policy_versions == (2,)
+
+
+class Slow(Choosy):
+    """Takes its time for a version whose file is called slow."""
+
+    async def load(self, policy: PolicyPublished) -> None:
+        if policy.uri == "slow":
+            await anyio.sleep(30)
+        await super().load(policy)
+
+
+async def test_a_version_that_was_passed_over_is_loaded_where_the_newest_cannot_be_had() -> None:
+    with anyio.fail_after(300):
+        async with small_deployment() as fleet:
+            engine = fleet.inference("inference-0", sampler=Slow())
+            fleet.environment("environment-0")
+            await fleet.heard(engine)
+            await fleet.publish_policy(1, uri="slow")
+            await anyio.sleep(5)
+            await fleet.publish_policy(2, uri="good")
+            await fleet.publish_policy(3, uri="bad")
+            await fleet.until(lambda: fleet.beats[engine.name].policy_version == 2)
+            assert fleet.beats[engine.name].counters["weights_rejected"] == TRIES_OF_THE_NEWEST
+            await fleet.until(lambda: fleet.beats[engine.name].counters["weights_rejected"] > TRIES_OF_THE_NEWEST)
+            assert fleet.beats[engine.name].policy_version == 2
+            await fleet.publish_policy(4, uri="good")
+            await fleet.until(lambda: fleet.beats[engine.name].policy_version == 4)
 
 
 async def test_a_worker_whose_first_version_is_bad_takes_no_work_until_a_good_one_comes() -> None:

@@ -44,7 +44,8 @@ TRIES_AT_ONCE = 12
 """So many tries follow each other by the first of these, a minute; then the pauses double."""
 
 TRIES_OF_THE_NEWEST = 3
-"""After so many a worker that has no version yet begins with one before: else it would answer nothing while others go on."""
+"""After so many a worker loads the newest of those before, which it may have passed over: else it would answer nothing, or from
+the version that it had, while others go on."""
 
 EARLIER_VERSIONS = 3
 """So many of those before are tried; the files of others are hardly there any more."""
@@ -187,19 +188,21 @@ class InferenceWorker:
             elif wanted is not None:
                 tries += 1
                 pause = RELOAD_SECONDS if tries <= TRIES_AT_ONCE else min(2 * pause, LONGEST_RELOAD_SECONDS)
-                if tries >= TRIES_OF_THE_NEWEST and not self._ready.is_set():
+                if tries >= TRIES_OF_THE_NEWEST:
                     await self._load_earlier(wanted, position)
             self._handler.clear_expected_version()
 
     async def _load_earlier(self, newest: PolicyPublished, position: int) -> None:
-        """Load the newest version before one at that position of the log, which cannot be had, if there is any."""
+        """Load the newest version before one at that position of the log, which cannot be had, if there is any that is newer
+        than the loaded one."""
         subject = self._subjects.policy(self._policy)
         try:
             earlier = await find_versions_before(self._bus, subject, position, most=EARLIER_VERSIONS)
         except RequestUnanswered as unanswered:
             log.warning("log read failed; continuing", reason=str(unanswered))
             return
-        for published in reversed([each for each in earlier if each.policy == self._policy]):
+        loaded = self._sampler.version if self._ready.is_set() else -1
+        for published in reversed([each for each in earlier if each.policy == self._policy and each.version > loaded]):
             if await self._load_version(published):
                 log.warning("a version before the newest is loaded", version=published.version, newest=newest.version)
                 return
