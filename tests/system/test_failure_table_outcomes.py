@@ -14,6 +14,7 @@ from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus_schemas import Action, ChatMessage, PolicyPublished, Task
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, Step, Verdict
+from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
 from fleetbus_workers.inference.worker import TRIES_OF_THE_NEWEST
@@ -189,6 +190,23 @@ async def test_whatever_an_environment_does_there_is_an_outcome_and_the_fleet_go
         results = await fleet.all_results(21)
         assert Counter((result.task_key, result.outcome) for result in results) == dict.fromkeys(OUTCOMES.items(), 3)
         assert all((result.reward is None) == (result.outcome not in ("completed", "truncated")) for result in results)
+
+
+async def test_only_the_whole_episode_limits_a_step_of_an_environment_that_paces_itself() -> None:
+    class OwnPace(Trouble):
+        paces_itself = True
+
+        async def step(self, action: Action) -> Step:
+            if self._trouble == "slow":
+                await anyio.sleep(10 * fleet.configuration.limits.step)
+            return await super().step(action)
+
+    async with start_deployment(make=OwnPace, environments=1) as fleet:
+        await fleet.request("slow", task=Task(key="slow", prompt="play"), deadline_seconds=1e4)
+        await fleet.request("hangs", task=Task(key="hangs", prompt="play"), deadline_seconds=4.0)
+        results = {result.episode_id: result for result in await fleet.all_results(2)}
+        assert results["slow"].outcome == "completed"
+        assert (results["hangs"].error_class, results["hangs"].error) == ("episode_timeout", DEADLINE_PASSED)
 
 
 async def test_a_time_out_that_was_given_a_reward_is_trained_if_anything_was_sampled() -> None:

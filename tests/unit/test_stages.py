@@ -9,6 +9,8 @@ import anyio
 import pytest
 
 from fleetbus.concurrency.deadlines import Deadlines
+from fleetbus.config.settings import LimitSettings
+from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded, find_root_cause, to_printable
 from tests.support.virtual_time import virtual_time
 
@@ -194,3 +196,24 @@ async def test_under_one_deadline_a_failure_and_a_cancellation_from_outside_stay
             await anyio.sleep_forever()
     assert ended.value.error_class == "ZeroDivisionError"
     assert scope.cancelled_caught
+
+
+class OwnPace(ScriptedEnvironment):
+    paces_itself = True
+
+
+async def test_a_step_that_another_package_paces_may_take_as_long_as_the_episode() -> None:
+    limits, stages = LimitSettings(step=5, episode=60), Stages()
+    with stages.limit_step(OwnPace(), limits):
+        await anyio.sleep(50)
+    with pytest.raises(EpisodeEnded, match=r"episode took longer than 60 s: raise limits\.episode"):
+        with stages.limit_step(OwnPace(), limits):
+            await anyio.sleep_forever()
+    with pytest.raises(EpisodeEnded, match=r"step took longer than 5 s: raise limits\.step"):
+        with stages.limit_step(ScriptedEnvironment(), limits):
+            await anyio.sleep(50)
+
+
+async def test_a_stage_without_a_limit_of_its_own_names_the_one_that_it_has() -> None:
+    with pytest.raises(EpisodeEnded, match=r"state took longer than 5 s: raise limits\.step"), Stages().time_limit("state", 5):
+        await anyio.sleep_forever()

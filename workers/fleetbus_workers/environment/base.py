@@ -229,6 +229,14 @@ class ShowsWhole(Protocol):
 
 
 @runtime_checkable
+class PacesItself(Protocol):
+    """An environment whose step is what another package does between two answers: it has limits of its own, or none."""
+
+    paces_itself: bool
+    """True if a step may take as long as the episode (``limits.episode``), whatever ``limits.step`` says."""
+
+
+@runtime_checkable
 class StartsInTurn(Protocol):
     """An environment whose start loads this machine, as that of an agent's program: few start at a time."""
 

@@ -167,7 +167,7 @@ class _Player:
         said.append(ChatMessage(role="assistant", content=text))
         action = Action(episode_id="check", attempt=1, turn=turn, text=text, tool_calls=parse_tool_calls(text).calls)
         began = time.perf_counter()
-        with self._stages.time_limit("step", self._limits.step):
+        with self._stages.limit_step(environment, self._limits):
             step = validate_return(Step, await self._call(environment, "step", environment.step(action)), "step", environment)
         self.episode.longest_step = max(self.episode.longest_step, time.perf_counter() - began)
         self.episode.exchanges.append(Exchange(messages=shown, said=text, reward=step.reward, seat=self._seats.current))

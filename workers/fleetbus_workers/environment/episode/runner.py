@@ -321,7 +321,7 @@ class EpisodeRunner:
             raise EpisodeEnded("lost", "segments_broken", str(error)) from error
 
     async def _step_environment(self, turn: Turn) -> Step:
-        with self._stages.time_limit("step", self._limits.step):
+        with self._stages.limit_step(self._environment, self._limits):
             step = validate_return(Step, await self._environment.step(turn.action), "step", self._environment)
             if self._clips:
                 step = msgspec.structs.replace(step, messages=clip_messages(step.messages, self._settings.observation_bytes))

@@ -14,10 +14,15 @@ import anyio
 
 from fleetbus.concurrency.deadlines import Deadline, Deadlines
 from fleetbus.concurrency.loop_clock import get_clock
+from fleetbus.config.settings import LimitSettings
 from fleetbus_schemas import Outcome
+from fleetbus_workers.environment.base import Environment, PacesItself
 from fleetbus_workers.environment.failure_location import clean_error, locate_error
 
-DEADLINE_PASSED = "the episode's deadline passed"
+DEADLINE_PASSED = "the episode's deadline passed: raise limits.episode"
+
+_LIMITS = {"state": "step", "make": "open"}
+"""The limits of stages that have none of their own name."""
 
 
 class EpisodeEnded(Exception):
@@ -68,6 +73,12 @@ class Stages:
         nothing more may be awaited within `deadline`.
         """
         return _TimeLimit(self, stage, seconds, limit or stage, shield=shield)
+
+    def limit_step(self, environment: Environment, limits: LimitSettings) -> AbstractContextManager[None, None]:
+        """The same for a step of an environment."""
+        if isinstance(environment, PacesItself) and environment.paces_itself:
+            return self.time_limit("step", limits.episode, limit="episode")
+        return self.time_limit("step", limits.step)
 
     def count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + 1.0
@@ -146,7 +157,7 @@ class _TimeLimit:
             return
         if self._deadline is not None and self._deadline.is_whole_over:
             raise EpisodeEnded("timeout", "episode_timeout", DEADLINE_PASSED, location=location) from error
-        reason = f"{self._limit} took longer than {self._seconds:g} s"
+        reason = f"{self._limit} took longer than {self._seconds:g} s: raise limits.{_LIMITS.get(self._limit, self._limit)}"
         raise EpisodeEnded("timeout", f"{self._limit}_timeout", reason, location=location) from error
 
 

@@ -43,7 +43,8 @@ FILE_BYTES = 1 << 20
 
 
 class AgentEnvironment:
-    """One episode of an agent that ``host`` starts. ``replayable``: it asks the same again where it is answered the same."""
+    """One episode of an agent that ``host`` starts. ``replayable``: it asks the same again where it is answered the same.
+    ``paces_itself``: see `fleetbus_workers.environment.base.PacesItself`."""
 
     shows_whole = True
     asks_ahead = True
@@ -57,8 +58,10 @@ class AgentEnvironment:
         grades: OwnReward,
         settings: EnvironmentSettings | None = None,
         replayable: bool = False,
+        paces_itself: bool = False,
     ) -> None:
         self.replayable = replayable
+        self.paces_itself = paces_itself
         self._host = host
         self._grader = grader
         self._grades = grades

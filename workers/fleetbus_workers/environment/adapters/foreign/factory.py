@@ -65,6 +65,7 @@ def build(context: AdapterContext) -> Factory:
         grader=context.grader,
         exit_seconds=context.settings.limits.verify / 2,
         grades="returns",
+        paces_itself=True,
         settings=msgspec.structs.replace(wanted, agent_crash_reward=""),  # an error of the package's is nobody's reward
         replayable=find_kind(context.spec) in REPLAYABLE,
     )
