@@ -1,5 +1,6 @@
 """The box in which a Harbor task is played and graded: a protocol, with a Docker engine or the sandbox behind it."""
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -16,6 +17,10 @@ FOLDERS = ("/logs/agent", VERIFIER_LOGS, ARTIFACTS, TESTS, SOLUTION)
 
 MAX_ARTIFACT_BYTES = 256 << 20
 
+REASON_CHARS = 300
+_ERRORS = ("ERROR:", "error:", "E: ")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
 
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a shell command. ``ended``: empty, ``time``, ``memory`` or ``exit`` (all that ran in the box has ended)."""
@@ -23,6 +28,14 @@ class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     exit_code: int
     ended: str = ""
+
+
+def find_reason(output: str) -> str:
+    """The line in which a command that failed says why, at most `REASON_CHARS`: the last that an installer calls an error (pip,
+    uv, apt), else the last one; empty if it wrote nothing."""
+    lines = [line for line in map(str.strip, _COLOURS.sub("", output).splitlines()) if line]
+    errors = [line for line in lines if line.startswith(_ERRORS)]
+    return (errors or lines or [""])[-1][:REASON_CHARS]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):

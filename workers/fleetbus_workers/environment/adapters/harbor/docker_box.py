@@ -11,6 +11,7 @@ import shlex
 import tarfile
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
@@ -21,7 +22,7 @@ import anyio
 
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.config.settings import Configuration
-from fleetbus_workers.environment.adapters.harbor.box import FOLDERS, MAX_ARTIFACT_BYTES, CommandResult, Recipe
+from fleetbus_workers.environment.adapters.harbor.box import FOLDERS, MAX_ARTIFACT_BYTES, CommandResult, Recipe, find_reason
 from fleetbus_workers.environment.adapters.providers.base import generate_server_name
 from fleetbus_workers.environment.adapters.providers.docker import DockerEngine
 from fleetbus_workers.environment.base import EnvironmentFailed
@@ -32,6 +33,9 @@ IMAGE = "fleetbus-harbor"
 KILL_SECONDS = 5
 OUTPUT_BYTES = 1 << 20
 """What is kept of a command's output; the rest is counted."""
+
+BUILD_LOG_PARTS = 1000
+"""So many of the last lines of a build that failed are looked through."""
 
 TIME_UP, KILLED = (124, 137), 137
 RIGHTS = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
@@ -236,6 +240,9 @@ class _Build:
             folder = str(self._recipe.folder)
             try:
                 own.images.build(path=folder, tag=self._image, rm=True, forcerm=True, timeout=seconds, pull=False)
+            except docker.errors.BuildError as error:
+                said = "".join(str(part.get("stream", "")) for part in deque(error.build_log, BUILD_LOG_PARTS))
+                raise EnvironmentFailed(f"the image was not built: {error.msg}: {find_reason(said)}") from error
             except (urllib3.exceptions.HTTPError, requests.RequestException) as error:
                 if not self._has_hung_up:
                     raise requests.ConnectionError(str(error)) from error

@@ -21,7 +21,7 @@ import anyio.to_thread
 import msgspec
 
 from fleetbus.errors import UserError
-from fleetbus_workers.environment.adapters.harbor.box import FOLDERS, CommandResult, Recipe
+from fleetbus_workers.environment.adapters.harbor.box import FOLDERS, CommandResult, Recipe, find_reason
 from fleetbus_workers.environment.adapters.harbor.dockerfile import Build, read_dockerfile
 from fleetbus_workers.environment.base import EnvironmentFailed
 from fleetbus_workers.environment.isolation.foreign_files import (
@@ -319,4 +319,4 @@ async def _carry_out(build: Build, recipe: Recipe, box: SandboxBox) -> None:
 async def _expect(box: SandboxBox, command: str, workdir: str, seconds: float = 60.0) -> None:
     done = await box.run(command, user=None, variables={}, seconds=seconds, workdir=workdir)
     if done.exit_code:
-        raise EnvironmentFailed(f"RUN {command[:80]}: exit code {done.exit_code}: {done.output.strip()[-300:]}")
+        raise EnvironmentFailed(f"RUN {command[:80]}: exit code {done.exit_code}: {find_reason(done.output)}")
