@@ -93,6 +93,12 @@ def build_command(spec: str, python: str, *options: str) -> list[str]:
         )
     if not words or any("=" not in word for word in words[1:]):
         raise UserError(f"environment {spec!r} must be written as {kind}:NAME [ARGUMENT=VALUE ...]")
+    if kind == "verifiers" and find_place(words[0]).endswith(".py"):
+        module = os.path.basename(find_place(words[0])).removesuffix(".py") or "NAME"
+        raise UserError(
+            f"environment {spec!r}: verifiers imports environments by name, not from a file: name the folder that {module}.py "
+            f"lies in, verifiers:./FOLDER with the module in FOLDER/FOLDER.py, or install it and write verifiers:{module}"
+        )
     is_path = words[0].startswith((".", "/", "~")) or find_place(words[0]).endswith(".py")
     name = os.path.abspath(os.path.expanduser(words[0])) if is_path else words[0]
     if os.path.isabs(name) and not os.path.exists(find_place(name)):
