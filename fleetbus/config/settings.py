@@ -248,7 +248,8 @@ class WeightsSettings(Settings, frozen=True, kw_only=True):
     ] = "folder"
     public_url: Annotated[str, Meta(description="URL from which engines read the store's content, such as http://host/w")] = ""
     full_every: Annotated[
-        int, Meta(ge=1, description="Every n-th version is published whole, the others as differences; 1: all whole")
+        int,
+        Meta(ge=1, le=100, description="Every n-th version is published whole, the others as differences; 1: all whole"),
     ] = 1
     transfer: Annotated[
         Literal["files", "collective"],

@@ -87,6 +87,7 @@ def test_an_earlier_configuration_is_of_the_run_in_whose_folder_it_is(tmp_path: 
         ("[learner\nsteps = 5", ["fleetbus.toml cannot be parsed", "line 1"]),
         ("[run]\nname = 'a.b'", ["run.name", "letters, digits"]),
         ("[learner]\ngroup_size = 4\nmin_group_size = 5", ["learner.min_group_size = 5", "learner.group_size = 4"]),
+        ("[weights]\nfull_every = 101", ["weights.full_every", "101", "100"]),
         ("[environment]\nworkers = 17", ["environment.workers = 17", "nats.lanes = 16"]),
         ("[episode]\nmax_episode_tokens = 4096", ["episode.max_episode_tokens = 4096", "inference.max_model_len = 1024"]),
     ],
