@@ -14,10 +14,11 @@ import pytest
 
 from fleetbus.config.settings import Configuration, NatsSettings, RunSettings
 from fleetbus.errors import TakenOver, UserError
+from fleetbus.tasks.files import load_tasks
 from fleetbus_workers.trainers.handover import Handover
 from fleetbus_workers.trainers.learner_thread import LearnerThread
 from fleetbus_workers.trainers.rows import Row, build_filler
-from fleetbus_workers.trainers.trl import build_callback, check_arguments, record_optimizer
+from fleetbus_workers.trainers.trl import TrlRollouts, build_callback, check_arguments, record_optimizer
 
 ROWS = [
     Row(
@@ -206,3 +207,22 @@ def test_who_waits_for_rows_is_told_in_one_line_why_none_come(error: Exception, 
     with pytest.raises(kind, match=said):
         learner.check()
     learner.cancel()
+
+
+def test_a_list_of_tasks_is_taken_as_well_as_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rollouts = TrlRollouts(
+        name="r1", folder=str(tmp_path / "runs"), tasks=[{"key": "a", "prompt": "p"}, {"key": "b", "prompt": "q"}]
+    )
+    file = rollouts.configuration.run.tasks
+    assert [task.key for task in load_tasks(file)] == ["a", "b"]
+    assert TrlRollouts(name="r1", folder=str(tmp_path / "runs"), tasks=file).configuration.run.tasks == file
+
+
+def test_tasks_that_are_none_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="the argument tasks"):
+        TrlRollouts(name="r1", folder=str(tmp_path), tasks=[{"key": "a"}])
+    with pytest.raises(UserError, match="the argument tasks"):
+        TrlRollouts(name="r1", folder=str(tmp_path), tasks=5)  # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]

@@ -36,7 +36,7 @@ from fleetbus.concurrency.runtime import Runtime
 from fleetbus.config.run_folder import policy_folder
 from fleetbus.errors import UserError
 from fleetbus_schemas import Subjects
-from fleetbus_workers.api.arguments import parse_arguments
+from fleetbus_workers.api.arguments import TasksArgument, parse_arguments, write_tasks_file
 from fleetbus_workers.learner.checkpoints import find_origin
 from fleetbus_workers.learner.resume import wait_for_resume_point
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
@@ -65,14 +65,16 @@ METRICS = {
 class TrlRollouts:
     """``rollout_worker`` of an ``AsyncGRPOTrainer``, and the run's learner behind it.
 
-    Keyword arguments are those of `fleetbus.train` (``name``, ``folder``, ``steps``, ``learner_groups``, ...), over the
-    variables ``FLEETBUS_*`` and fleetbus.toml as with every command. The run is made before (`fleetbus init`), and its
-    environment and inference workers are started as for any learner. Of several processes that train one model, only the
-    first has a learner. Raises `UserError`.
+    Keyword arguments are those of `fleetbus.train` (``name``, ``tasks``, ``folder``, ``steps``, ``learner_groups``, ...), over
+    the variables ``FLEETBUS_*`` and fleetbus.toml as with every command; a list of tasks is written to a file in the run's
+    folder. The run is made before (`fleetbus init`), and its environment and inference workers are started as for any learner.
+    Of several processes that train one model, only the first has a learner. Raises `UserError`.
     """
 
-    def __init__(self, *, config: str | os.PathLike[str] | None = None, **settings: Any) -> None:
-        self.configuration: Configuration = parse_arguments(None, None, config, settings).loaded.configuration
+    def __init__(self, *, tasks: TasksArgument = None, config: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        arguments = parse_arguments(None, tasks, config, settings)
+        with write_tasks_file(arguments):
+            self.configuration: Configuration = arguments.loaded.configuration
         self._weights = SentWeights(policy_folder(self.configuration.run).weights.absolute())
         self._learner = LearnerThread(self.configuration)
         self._handover: Handover | None = None
