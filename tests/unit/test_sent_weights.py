@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from structlog.testing import capture_logs
 
+from fleetbus_workers.learner.disk_full import tell_full_disk
 from fleetbus_workers.trainers.weights import SentWeights
 
 
@@ -78,3 +83,56 @@ def test_what_killed_processes_left_is_removed_once_a_version_is_published_and_n
     assert not any(file.exists() for file in left)
     sent.clear()
     assert [file.name for file in tmp_path.iterdir()] == ["l1-v000000.safetensors"]
+
+
+def test_a_full_disk_is_waited_for_and_named_before_any_of_the_weights_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    sent, taken, free = SentWeights(tmp_path), [], [10, 10, 1 << 40]
+    sent.write([("a", torch.zeros(2))])
+
+    def generate() -> Iterator[tuple[str, Any]]:
+        taken.append("a")
+        yield "a", torch.ones(2)
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free.pop(0)))
+    monkeypatch.setattr("fleetbus_workers.trainers.weights.RETRY_SECONDS", 0.0)
+    with capture_logs() as logs:
+        sent.write(generate(), check=lambda: taken.append("checked"))
+    assert taken == ["checked", "checked", "a"]
+    assert {entry["folder"] for entry in logs} == {str(tmp_path)} and "disk is full" in logs[0]["event"]
+    assert len(sent.save_weights(tmp_path / "l1-v000000.safetensors")) == 1
+
+
+def test_a_disk_stays_full_until_the_learner_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+
+    def check() -> None:
+        raise RuntimeError("the learner has ended")
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(RuntimeError, match="the learner has ended"):
+        SentWeights(tmp_path).write([("a", torch.zeros(2))], check=check)
+
+
+def test_a_disk_that_is_full_all_the_same_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for one user's share of it."""
+    torch = pytest.importorskip("torch")
+
+    def stream_weights(*_: Any) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr("fleetbus_workers.trainers.weights.stream_weights", stream_weights)
+    with pytest.raises(OSError, match=f"free space there and start again: '{tmp_path}'"):
+        SentWeights(tmp_path).write([("a", torch.zeros(2))])
+
+
+def test_the_folder_whose_disk_is_full_is_told_also_where_it_is_not_made_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=0 if place == tmp_path else 1 << 40))
+    with capture_logs() as logs:
+        tell_full_disk([Path("/"), tmp_path / "out" / "deep"])
+        tell_full_disk([Path("/")])
+    assert [entry["folder"] for entry in logs] == [str(tmp_path / "out" / "deep")]

@@ -2,7 +2,7 @@
 
 import errno
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,22 @@ async def retry_while_disk_full(runtime: Runtime, function: Callable[..., object
             await anyio.sleep(RETRY_SECONDS)
 
 
+def is_without_room(folder: Path) -> bool:
+    """True if the disk of ``folder``, or of the nearest folder above it that exists, is full."""
+    place = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+    return shutil.disk_usage(place).free < _MIN_FREE_BYTES
+
+
+def tell_full_disk(folders: Iterable[Path]) -> None:
+    """Log the first of them whose disk is full, if any is: errors of libraries that wrote there may not name it."""
+    for folder in folders:
+        if is_without_room(folder):
+            log.error(
+                "disk is full; free space there and start again: the run goes on from its last checkpoint", folder=str(folder)
+            )
+            return
+
+
 @contextmanager
 def detect_full_disk(folder: Path) -> Iterator[None]:
     """Errors of writing below ``folder`` become `OSError` when the disk is full; torch.save raises another error."""
@@ -41,6 +57,6 @@ def detect_full_disk(folder: Path) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:  # torch raises RuntimeError and others; all but a full disk go on as they are
-        if shutil.disk_usage(folder).free < _MIN_FREE_BYTES:
+        if is_without_room(folder):
             raise OSError(errno.ENOSPC, f"no space left below {folder}: {error}") from error
         raise

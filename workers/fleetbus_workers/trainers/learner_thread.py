@@ -56,6 +56,11 @@ class LearnerThread:
             raise RuntimeError("the learner has ended; its log says why") from error
         raise RuntimeError("the learner has ended: the run is finished, or was drained")
 
+    def check_started(self) -> None:
+        """The same once it was started."""
+        if self._future is not None:
+            self.check()
+
     def finish(self) -> None:
         """Return once the learner has ended by itself. Raises what ended it."""
         assert self._future is not None

@@ -21,7 +21,7 @@ import math
 import os
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from fleetbus.errors import UserError
 from fleetbus_schemas import Subjects
 from fleetbus_workers.api.arguments import TasksArgument, parse_arguments, write_tasks_file
 from fleetbus_workers.learner.checkpoints import find_origin
+from fleetbus_workers.learner.disk_full import tell_full_disk
 from fleetbus_workers.learner.resume import wait_for_resume_point
 from fleetbus_workers.run_access.server_address import generate_worker_name, resolve_server_url
 from fleetbus_workers.trainers.handover import Handover
@@ -78,11 +79,13 @@ class TrlRollouts:
         self._weights = SentWeights(policy_folder(self.configuration.run).weights.absolute())
         self._learner = LearnerThread(self.configuration)
         self._handover: Handover | None = None
+        self._folders = [policy_folder(self.configuration.run).weights.absolute()]
+        """Where TRL's process writes."""
         self._groups: dict[str, int] = {}
         self.model_version = 0
         self.rollout_buffer: Any = _Samples(self)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self.weight_transfer = _WeightTransfer(self._weights)
+        self.weight_transfer = _WeightTransfer(self._weights, lambda: self._learner.check_started())
 
     @property
     def dataset(self) -> Any:
@@ -106,6 +109,7 @@ class TrlRollouts:
         if trainer.accelerator.is_main_process and given != (self, self.weight_transfer):
             raise UserError("AsyncGRPOTrainer(rollout_worker=rollouts, weight_transfer=rollouts.weight_transfer)")
         self._learner = LearnerThread(record_optimizer(arguments, self.configuration))
+        self._folders.append(Path(arguments.output_dir).absolute())
         rows = arguments.per_device_train_batch_size * processes
         self._handover = Handover(rows_per_step=rows * arguments.gradient_accumulation_steps, rows_ahead=rows)
         trainer.add_callback(build_callback(self._handover, trainer.accelerator))
@@ -149,6 +153,8 @@ class TrlRollouts:
                 self._learner.finish()
         finally:
             if self._handover is not None:
+                if not self._handover.is_complete:
+                    tell_full_disk(self._folders)
                 self._handover.close("the trainer has ended before the run's last step")
             self._learner.cancel()
             self._weights.clear()
@@ -188,8 +194,8 @@ class _Samples:
 class _WeightTransfer:
     """TRL's ``WeightTransferProtocol``: engines need no pause, they take a version between two turns."""
 
-    def __init__(self, weights: SentWeights) -> None:
-        self._weights = weights
+    def __init__(self, weights: SentWeights, check: Callable[[], None]) -> None:
+        self._weights, self._check = weights, check
 
     def init_weight_transfer(self) -> None:
         """Nothing is to be set up."""
@@ -198,8 +204,8 @@ class _WeightTransfer:
         """Nothing is paused."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Keep them, until the learner makes a version of them."""
-        self._weights.write(iterator)
+        """Keep them, until the learner makes a version of them. Waits for room on the disk while there is a learner."""
+        self._weights.write(iterator, check=self._check)
 
     def resume(self) -> None:
         """Nothing was paused."""
