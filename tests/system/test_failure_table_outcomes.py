@@ -8,12 +8,13 @@ from collections.abc import Callable
 from functools import partial
 
 import anyio
+import msgspec
 import pytest
 
 from fleetbus.bus.memory_bus import MemoryBus
-from fleetbus_schemas import Action, ChatMessage, PolicyPublished, Task
+from fleetbus_schemas import Action, ChatMessage, PolicyPublished, Task, ToolSpec
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
-from fleetbus_workers.environment.base import EnvironmentFailed, Step, Verdict
+from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
 from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED
 from fleetbus_workers.inference.base import WeightsRejected
 from fleetbus_workers.inference.scripted import ScriptedSampler
@@ -190,6 +191,30 @@ async def test_whatever_an_environment_does_there_is_an_outcome_and_the_fleet_go
         results = await fleet.all_results(21)
         assert Counter((result.task_key, result.outcome) for result in results) == dict.fromkeys(OUTCOMES.items(), 3)
         assert all((result.reward is None) == (result.outcome not in ("completed", "truncated")) for result in results)
+
+
+async def test_an_episode_without_a_call_that_could_be_read_says_what_the_policy_wrote() -> None:
+    class Tooled(ScriptedEnvironment):
+        async def open(self, task: Task) -> None:
+            await super().open(task)
+            self._is_graded = task.key != "ungraded"
+
+        async def reset(self) -> Start:
+            offered = () if self._prompt == "bare" else (ToolSpec(name="look", description="", parameters={}),)
+            return msgspec.structs.replace(await super().reset(), offered=offered)
+
+        async def verify(self) -> Verdict:
+            return Verdict(reward=0.0) if self._is_graded else Verdict(reward=None, reason="no reward")
+
+    async with start_deployment(make=lambda: Tooled(100), environments=1) as fleet:
+        for name, prompt in (("graded", "play"), ("ungraded", "play"), ("bare", "bare")):
+            await fleet.request(name, task=Task(key=name, prompt=prompt))
+        results = {result.episode_id: result for result in await fleet.all_results(3)}
+    turns = results["graded"].turns
+    said = f"no tool call could be read in its {turns} turns: give a --model that writes some, or "
+    assert turns > 1 and results["graded"].note.startswith(said) and "the policy writes '" in results["graded"].note
+    assert (results["ungraded"].outcome, results["bare"].note) == ("verifier_unknown", "")
+    assert results["ungraded"].error.startswith(f"no reward; {said}")
 
 
 async def test_only_the_whole_episode_limits_a_step_of_an_environment_that_paces_itself() -> None:

@@ -7,7 +7,9 @@ import math
 import pytest
 
 from fleetbus.config.settings import LimitSettings
+from fleetbus.core.episode.history import Turn
 from fleetbus_schemas import (
+    Action,
     EpisodeFinished,
     Heartbeat,
     Outcome,
@@ -17,6 +19,7 @@ from fleetbus_schemas import (
     WorkerStarted,
     WorkerStopped,
 )
+from fleetbus_workers.environment.episode.conclusion import Conclusion, note_unread
 from fleetbus_workers.up.progress_guard import ProgressGuard
 
 LIMITS = LimitSettings(ungraded_episodes=8, no_progress=100.0)
@@ -263,3 +266,16 @@ def test_a_paused_learner_that_was_started_anew_is_said_to_be_paused_no_more(bef
     assert guard.take_lines(103.0) == ["admission is resumed: a learner that begins anew is not paused"]
     guard.record_heartbeat(Heartbeat(role="learner", worker=after, paused=True), 104.0)
     assert guard.take_lines(105.0) == ["admission is paused by request"]
+
+
+def test_episodes_in_which_no_call_can_be_read_are_said_once_with_what_the_policy_writes() -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    turn = Turn(action=Action(episode_id="e", attempt=1, turn=0, text="I think\nso " + "x" * 1000), lane="l", sequence=1)
+    note = note_unread(Conclusion(outcome="truncated", error_class="turns"), [turn, turn]).note
+    for number in range(20):
+        guard.apply(
+            finished(number, "truncated", error_class="turns", error="", error_location="", reward=0.0, turns=2, note=note), 0.0
+        )
+    (line,) = guard.take_lines(0.0)
+    assert line.startswith("8 of 8 episodes called no tool") and "no tool call could be read in its 2 turns" in line
+    assert "the policy writes 'I think\\nso x" in line and "--model" in line and len(line) < 500

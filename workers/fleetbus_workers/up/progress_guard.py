@@ -25,7 +25,7 @@ from fleetbus_schemas import (
     WorkerStarted,
     WorkerStopped,
 )
-from fleetbus_workers.environment.episode.conclusion import FEW_TURNS
+from fleetbus_workers.environment.episode.conclusion import FEW_TURNS, NO_CALL_READ
 from fleetbus_workers.observe.run.recent_workers import RecentWorkers
 from fleetbus_workers.up.restarts import is_successor
 
@@ -42,7 +42,7 @@ MOST_PROBLEMS = 256
 
 MOST_CAUSES = 16
 MANY_SHORT = 8
-"""Graded episodes whose tokens were used up in their first turns, and most of all: no accident any more."""
+"""Graded episodes whose tokens were used up in their first turns, or without a call, and most of all: no accident any more."""
 
 
 class RunStalled(FleetbusError):
@@ -82,8 +82,8 @@ class ProgressGuard:
         self._has_graded = False
         self._progressed_at = now
         self._begun: set[str] = set()
-        self._graded = self._short = 0
-        self._is_shortage_said = False
+        self._graded = self._short = self._unread = 0
+        self._is_shortage_said = self._is_unread_said = False
 
     def apply(self, message: Message, now: float) -> None:
         """Take in an entry of the log that was stored after `up` began."""
@@ -210,6 +210,7 @@ class ProgressGuard:
         elif message.outcome in GRADED:
             self._ungraded, self._has_graded, self._progressed_at = 0, True, now
             self._note_used_tokens(message)
+            self._note_unread(message)
         elif message.outcome not in EXPECTED:
             self._ungraded += 1
 
@@ -225,6 +226,13 @@ class ProgressGuard:
             self._problems.append(
                 f"{self._short} of {self._graded} episodes had no room, the last one: {message.note}; {advice}"
             )
+
+    def _note_unread(self, message: EpisodeFinished) -> None:
+        """Say once that in most episodes nothing that the policy writes is a call: nothing is learned from those."""
+        self._unread += message.note.startswith(NO_CALL_READ)
+        if self._unread >= MANY_SHORT and 2 * self._unread > self._graded and not self._is_unread_said:
+            self._is_unread_said = True
+            self._problems.append(f"{self._unread} of {self._graded} episodes called no tool, the last one: {message.note}")
 
     def _add_problem(self, role: WorkerRole, line: str) -> None:
         said = self._said_problems[role]

@@ -17,6 +17,11 @@ FEW_TURNS = 2
 """An episode whose tokens were used up in so few turns says what they were used for."""
 
 
+NO_CALL_READ = "no tool call could be read"
+SAID_CHARS = 120
+"""Most of what a policy wrote instead."""
+
+
 class Conclusion(msgspec.Struct, frozen=True, kw_only=True):
     """The end of an attempt, before or after its verdict."""
 
@@ -48,7 +53,7 @@ def apply_verdict(
     return Conclusion(
         outcome="verifier_unknown",
         error_class=problem,
-        error=to_printable(error),
+        error=to_printable("; ".join(filter(None, (error, conclusion.note)))),
         location=location,
         components=verdict.components,
         transcript=_make_encodable(verdict.transcript),
@@ -82,6 +87,18 @@ def describe_seats(conclusion: Conclusion, seats: EpisodeSeats) -> tuple[Episode
 
 def _make_encodable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
+
+
+def note_unread(conclusion: Conclusion, turns: Sequence[Turn]) -> Conclusion:
+    """Say of an episode that was cut short, in which no tool was called, what the policy wrote last."""
+    if conclusion.outcome != "truncated" or conclusion.note or not turns or any(turn.action.tool_calls for turn in turns):
+        return conclusion
+    said = turns[-1].action.text
+    shown = repr(said if len(said) <= SAID_CHARS else f"{said[:SAID_CHARS]}...")
+    played = f"its {len(turns)} turns" if len(turns) > 1 else "its turn"
+    advice = "give a --model that writes some, or environment.examples"
+    note = f"{NO_CALL_READ} in {played}: {advice}; the policy writes {shown}"
+    return msgspec.structs.replace(conclusion, note=to_printable(note))
 
 
 def grade_timeout(conclusion: Conclusion, reward: float | None, turns: int) -> Conclusion:

@@ -47,6 +47,7 @@ from fleetbus_workers.environment.episode.conclusion import (
     apply_verdict,
     conclude_without_room,
     grade_timeout,
+    note_unread,
 )
 from fleetbus_workers.environment.episode.first_failures import FirstFailures
 from fleetbus_workers.environment.episode.policy_client import PolicyClient
@@ -77,6 +78,7 @@ class EpisodeRunner:
         "_environment",
         "_examples",
         "_first_failures",
+        "_has_tools",
         "_lack_of_room",
         "_last",
         "_limits",
@@ -130,6 +132,7 @@ class EpisodeRunner:
         self._turn_rewards: list[float] = []
         self._tool_calls = 0
         self._tool_errors = 0
+        self._has_tools = False
         self._context = EpisodeContext(settings, max_tokens=find_context_tokens(settings, request.max_tokens, context_tokens))
         self._unread: tuple[ChatMessage, ...] | None = None
         """What the policy shall see when it has written the summary that it was asked for; None if it was not asked."""
@@ -229,6 +232,7 @@ class EpisodeRunner:
         if start.seat:
             others, limits = map_by_seat(self._request.seats), map_by_seat(self._request.seat_limits)
             self._seats = EpisodeSeats(start.seat, others, limits)
+        self._has_tools = bool(start.tools or start.offered)
         messages = start.messages
         if self._clips:  # tools are described whole
             messages = clip_messages(messages, self._settings.observation_bytes, whole=start.prompted)
@@ -342,6 +346,8 @@ class EpisodeRunner:
     async def _grade(self, conclusion: Conclusion) -> Conclusion:
         """The verdict, even when the worker is being cancelled; without one the outcome is ``verifier_unknown``."""
         environment = self._environment
+        if self._has_tools and not (self._tool_calls or self._tool_errors) and self._seats is UNSEATED:
+            conclusion = note_unread(conclusion, self._turns)
         try:
             with self._stages.time_limit("verify", self._limits.verify, shield=True):
                 verdict = validate_return(Verdict, await environment.verify(), "verify", environment)
