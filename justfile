@@ -36,9 +36,9 @@ test *arguments:
 test-integration *arguments:
     .venv/bin/pytest -q -m 'integration and not slow and not docker' {{arguments}}
 
-# Tests that take minutes
+# Tests that take minutes, without those that test-agents, test-api, test-games, test-trl, planted-faults and upgrade run
 test-slow *arguments:
-    .venv/bin/pytest -q -m slow {{arguments}}
+    .venv/bin/pytest -q -m slow --ignore=tests/agents --ignore=tests/trainers --ignore=tests/system/test_simulation_planted_faults.py --ignore=tests/system/test_planted_faults_elsewhere.py --ignore=tests/system/test_api_examples.py --ignore=tests/unit/test_datasets.py --ignore=tests/system/test_environment_games.py --ignore=tests/system/test_rolling_upgrade.py {{arguments}}
 
 # Faults planted in the workers' code, each found by the simulation or by a test: minutes; a sample runs with all other tests
 planted-faults *arguments:

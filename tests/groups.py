@@ -102,7 +102,8 @@ GROUPS = {
     "attacks": Group("attacks", 40),
     "fuzz": Group("fuzz all 600", 75),
     "upgrade": Group("upgrade", 10),
-    "slow": Group("test-slow", 120),
+    "slow": Group("test-slow", 60),
+    "planted": Group("planted-faults", 60),
     "chaos": Group("chaos 1", 20),
 }
 

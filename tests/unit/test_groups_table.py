@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -76,3 +77,19 @@ def test_an_unknown_group_is_bad_input(capsys: pytest.CaptureFixture[str]) -> No
 def test_every_group_is_a_recipe() -> None:
     recipes = (groups.ROOT / "justfile").read_text()
     assert [group.recipe for group in groups.GROUPS.values() if f"\n{group.recipe.split()[0]} " not in recipes] == []
+
+
+def test_the_slow_tests_that_a_group_of_their_own_runs_are_left_out_of_slow_and_no_others() -> None:
+    bodies = dict(re.findall(r"^([a-z-]+)\b[^\n]*:\n((?:    .*\n)+)", (groups.ROOT / "justfile").read_text(), re.MULTILINE))
+    left_out = set(re.findall(r"--ignore=(\S+)", bodies["test-slow"]))
+    others = {group.recipe.split()[0] for name, group in groups.GROUPS.items() if name != "slow"}
+    # Without `-m`, or with another mark alone, pytest leaves slow tests out.
+    commands = [
+        line for name in others for line in bodies[name].splitlines() if re.search(r"-m (slow|'slow or not slow') ", line)
+    ]
+    named = {word for line in commands for word in line.split() if word.startswith("tests/")}
+    assert left_out == {path for path in named if has_slow_tests(groups.ROOT / path)}
+
+
+def has_slow_tests(path: Path) -> bool:
+    return any("mark.slow" in file.read_text() for file in ([path] if path.is_file() else path.rglob("test_*.py")))
