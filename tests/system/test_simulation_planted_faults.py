@@ -13,7 +13,7 @@ import pytest
 import fleetbus_workers.inference.observation_handler as answers
 import fleetbus_workers.learner.journal as book
 from tests.simulation.run import Report, run_seed
-from tests.simulation.scenario.shape import FaultSet, Scenario, ScheduledFault
+from tests.simulation.scenario.shape import FaultSet, PowerLoss, Scenario, ScheduledFault
 from tests.simulation.seed_pool import run_safely
 from tests.support import planted_in_ahead as ahead
 from tests.support import planted_in_episodes as episodes
@@ -49,7 +49,7 @@ PLANTS: dict[Plant, Found] = {
     episodes.no_compare_and_set_of_claims: Found(2, "attempts are numbered without gaps", "usual"),
     episodes.claim_without_looking: Found(3, "every failure has a cause", "usual"),
     episodes.lease_not_extended: Found(1, "no worker takes over from a healthy one", "usual"),
-    episodes.close_not_shielded: Found(2, "close runs to its end", "usual"),
+    episodes.close_not_shielded: Found(6, "close runs to its end", "usual"),
     episodes.result_before_close: Found(1, "close runs before the result is stored", "usual"),
     episodes.failure_as_reward_zero: Found(4, "the reward is the verifier's", "usual"),
     episodes.one_slot_too_many: Found(1, "in_flight <= slots", "usual"),
@@ -63,19 +63,17 @@ PLANTS: dict[Plant, Found] = {
     episodes.deadline_ignored: Found(23, "an outcome by deadline and grace", "swarm"),
     episodes.drain_ignored: Found(1, "a drained worker leaves"),
     episodes.bus_time_of_the_workers_own_clock: Found(9, "an observation is acked after its action", "swarm"),
-    episodes.observation_expired_by_a_clock_that_was_set: Found(73, "every failure has a cause"),
     episodes.seed_of_the_first_turn: Found(1, "tokens are sampled upon the recorded history"),
     training.settled_as_of_the_checkpoint_instead_of_the_step: Found(5, "a checkpoint says what is settled", "usual"),
-    training.newest_file_instead_of_the_log: Found(89, "a lineage begins at a stored checkpoint", "usual"),
     training.no_compare_and_set_of_steps: Found(11, "version numbers never repeat", "usual"),
-    training.staleness_ignored: Found(7, "staleness is bounded", "usual"),
+    training.staleness_ignored: Found(5, "staleness is bounded", "usual"),
     training.replaced_learner_not_told: Found(90, "a replaced learner ends", "usual"),
     training.versions_read_before_the_fence: Found(203, "version numbers never repeat", "usual"),
-    training.trimmed_content_not_looked_for: Found(28, "a finished rollout is not lost"),
+    training.trimmed_content_not_looked_for: Found(40, "a finished rollout is not lost"),
     training.unreadable_checkpoint_means_the_start: Found(9, "a lineage begins at a stored checkpoint"),
     training.fresh_weights_after_a_restart: Found(9, "an engine loads what was published"),
-    training.exclusions_forgotten: Found(2, "nothing unsettled lies below the floor"),
-    training.floor_above_open_requests: Found(2, "nothing unsettled lies below the floor"),
+    training.exclusions_forgotten: Found(1, "nothing unsettled lies below the floor"),
+    training.floor_above_open_requests: Found(11, "nothing unsettled lies below the floor"),
     training.single_episodes_trained: Found(3, "a trained group has a baseline"),
     training.unsettled_content_trimmed: Found(1, "an observation is acked after its action"),
     training.archive_loses_an_entry: Found(1, "every entry is in the log or in the archive"),
@@ -91,7 +89,7 @@ PLANTS: dict[Plant, Found] = {
     seats.rewards_exchanged: Found(1, "a seat's reward is the verifier's", "usual"),
     seats.unrewarded_seat_trained: Found(1, "a result refers to the history of its claims", "usual"),
     seats.seat_lost_in_a_takeover: Found(17, "a turn belongs to the seat that acted", "usual"),
-    seats.seat_in_the_context_of_another: Found(1, "a trained group has a baseline", "usual"),
+    seats.seat_in_the_context_of_another: Found(4, "a trained group has a baseline", "usual"),
     seats.seats_compared_with_each_other: Found(1, "an episode's reward is counted once", "usual"),
     seats.reward_of_the_episode_for_each_seat: Found(1, "an episode's reward is counted once", "usual"),
     seats.seat_of_another_policy_rewarded: Found(4, "a seat's reward is the verifier's", "usual"),
@@ -111,7 +109,7 @@ PLANTS: dict[Plant, Found] = {
     ahead.turn_before_not_awaited: Found(42, "an action stands on all turns before it", "usual"),
     sessions.call_among_restored_ones: Found(2, "a session fails by its end in the log only"),
     sessions.answer_not_recorded: Found(1, "an answer is recorded before it is given"),
-    sessions.repeated_call_executed_again: Found(10, "a call of a session is executed once"),
+    sessions.repeated_call_executed_again: Found(3, "a call of a session is executed once"),
     sessions.session_left_open: Found(1, "a session's environment is closed exactly once"),
     sessions.sessions_without_slots: Found(3, "sessions <= session_slots"),
     sessions.restored_without_steps: Found(3, "a step of a session follows all steps before"),
@@ -241,6 +239,38 @@ def test_a_floor_that_is_raised_over_a_lineage_that_the_recorder_has_not_read_is
     retention.floor_raised_over_an_unread_lineage(monkeypatch)
     (violation,) = run_seed(22, scenario=draw_damaged_checkpoints(22)).violations
     assert violation.invariant in ("the audit balances", "the floor never sinks")
+
+
+@pytest.mark.timeout(300)
+def test_an_observation_that_expires_because_the_clock_was_set_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, by 20 hours and for good: what is set oftener is a cause of its own for each delivery that nobody answers."""
+    clock = ScheduledFault(kind="set_clock", at=15.7, seconds=60.0, role="learner", pick=1)
+    scenario = Scenario(seed=1, steps=8, groups=3, group_size=2, evaluation_episodes=0, fault_schedule=(clock,))
+    assert run_seed(1, scenario=scenario).violations == ()
+    episodes.observation_expired_by_a_clock_that_was_set(monkeypatch)
+    violations = run_seed(1, scenario=scenario).violations
+    assert {violation.invariant for violation in violations} == {"every failure has a cause"}
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_that_only_the_folder_still_knows_of_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log loses its last eight seconds, in which a step was trained and its checkpoint stored. A checkpoint that was merely
+    not named yet is announced by the learner that begins at it, which breaks no promise."""
+    loss = PowerLoss(at=25.8, lost_seconds=8.0, down_seconds=2.0)
+    scenario = Scenario(
+        seed=6,
+        steps=12,
+        groups=2,
+        group_size=2,
+        checkpoint_every=1,
+        evaluation_episodes=0,
+        blocking_seconds=0.2,
+        power_losses=(loss,),
+    )
+    assert run_seed(6, scenario=scenario).violations == ()
+    training.newest_file_instead_of_the_log(monkeypatch)
+    violations = run_seed(6, scenario=scenario).violations
+    assert "a checkpoint holds the last step" in {violation.invariant for violation in violations}
 
 
 @pytest.mark.timeout(300)
