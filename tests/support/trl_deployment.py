@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ STARTER = ROOT / "workers/fleetbus_workers/starter/policy"
 SCRIPT = ROOT / "tests/trainers/train_with_trl.py"
 FLEETBUS = [sys.executable, "-m", "fleetbus_workers.cli"]
 GROUPS, GROUP_SIZE = 4, 4
+ROLES = ("environment", "inference", "environment", "inference")
 
 
 class Deployment:
-    """A server, two environment workers and two inference workers. Whatever is killed is started again."""
+    """A server and workers of the given roles. Whatever is killed is started again."""
 
     def __init__(self, folder: Path, url: str, stack: ExitStack, settings: dict[str, str]) -> None:
         self.folder = folder
@@ -46,9 +47,8 @@ class Deployment:
         assert done.returncode == 0, done.stdout
         return done.stdout.decode()
 
-    async def start(self) -> None:
+    async def start(self, roles: Sequence[str]) -> None:
         await self.call("init")
-        roles = ("environment", "inference", "environment", "inference")
         self._roles = [(role, self.spawn([*FLEETBUS, role], role)) for role in roles]
 
     def spawn(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
@@ -97,9 +97,9 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployed(folder: Path, **settings: str) -> AsyncIterator[Deployment]:
+async def deployed(folder: Path, roles: Sequence[str] = ROLES, **settings: str) -> AsyncIterator[Deployment]:
     async with run_server(folder / "nats") as server:
         with ExitStack() as stack:
             deployment = Deployment(folder, server.url, stack, settings)
-            await deployment.start()
+            await deployment.start(roles)
             yield deployment

@@ -11,7 +11,7 @@ import anyio
 from fleetbus.client.sessions import Session, SessionFailed, SessionUnavailable
 from fleetbus.core.algorithms.reward_components import find_reward_problem
 from fleetbus.errors import FleetbusError
-from fleetbus_schemas import ChatMessage, SessionAnswer, Task
+from fleetbus_schemas import ChatMessage, SessionAnswer, Task, ToolCall, ToolSpec
 from fleetbus_schemas.chat import Text
 
 if TYPE_CHECKING:
@@ -22,14 +22,21 @@ class EpisodeExcluded(FleetbusError):
     """The environment failed, or there is no verdict: the episode has no reward, and 0 would be a wrong one."""
 
 
+class EpisodeUnanswered(EpisodeExcluded):
+    """No environment worker answered in time."""
+
+
 class SpokenEpisode:
-    """One episode in messages and texts. ``turn_rewards`` sum to ``reward``, which is None before the end."""
+    """One episode in messages and texts. ``turn_rewards`` sum to ``reward``, which is None before the end. ``tools`` are the
+    environment's, and its first ``prompted`` messages tell of them."""
 
     def __init__(self, source: EpisodeSource, task: Task) -> None:
         self._source, self._task = source, task
         self._session: Session = source.client.session(timeout=source.timeout)
         self._is_open = False
         self.turn_rewards: list[float] = []
+        self.tools: tuple[ToolSpec, ...] = ()
+        self.prompted = 0
         self.is_over = False
         self.stop_reason = ""
 
@@ -41,18 +48,28 @@ class SpokenEpisode:
         """The messages that the policy sees first. Raises `EpisodeExcluded`."""
         self._is_open = True
         await self._call(partial(self._session.request, "open", task=self._task))
-        return (await self._call(self._session.reset)).messages
+        answer = await self._call(self._session.reset)
+        self.tools, self.prompted = answer.tools, answer.prompted
+        return answer.messages
 
     async def say(self, text: str) -> tuple[ChatMessage, ...]:
         """One turn, and what the environment says; an episode that is over has been graded. Raises `EpisodeExcluded`."""
-        answer = await self._call(self._session.step, text)
+        return (await self._take_turn(partial(self._session.step, text))).messages
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> SessionAnswer:
+        """The same, the turn being the call of a tool; ``output`` is what it gave, where the environment tells it apart."""
+        call = ToolCall(name=name, arguments=arguments)
+        return await self._take_turn(partial(self._session.request, "step", tool_calls=(call,)))
+
+    async def _take_turn(self, turn: Callable[[], Awaitable[SessionAnswer]]) -> SessionAnswer:
+        answer = await self._call(turn)
         self.turn_rewards.append(self._check_reward(answer.reward or 0.0))
         ended = "completed" if answer.terminated else "truncated" if answer.truncated else ""
         if not ended and len(self.turn_rewards) >= self._source.max_turns:
             ended = "max_turns"
         if ended:
             await self.grade(ended)
-        return answer.messages
+        return answer
 
     async def grade(self, reason: str = "length") -> float:
         """End the episode, for this reason, and return its reward. Raises `EpisodeExcluded`."""
@@ -81,7 +98,9 @@ class SpokenEpisode:
     async def _call(self, function: Callable[..., Awaitable[SessionAnswer]], *args: Any) -> SessionAnswer:
         try:
             return await self._source.client.wait(function, *args)
-        except (SessionFailed, SessionUnavailable) as error:
+        except SessionUnavailable as error:
+            raise EpisodeUnanswered(f"task {self._task.key}: {error}") from error
+        except SessionFailed as error:
             raise EpisodeExcluded(f"task {self._task.key}: {error}") from error
 
 

@@ -1,0 +1,80 @@
+"""The schemas that TRL makes of methods, by transformers' `get_json_schema`, are those of the environment's tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleetbus_schemas import ToolSpec
+from fleetbus_workers.trainers.trl_tools import build_methods
+
+get_json_schema = pytest.importorskip("transformers.utils").get_json_schema
+
+PROPERTIES: dict[str, dict[str, Any]] = {
+    "text": {"type": "string", "description": "A text."},
+    "count": {"type": "integer", "description": "A number: whole."},
+    "share": {"type": "number", "description": "A share."},
+    "sure": {"type": "boolean", "description": "Whether."},
+    "kind": {"type": "string", "enum": ["a", "b"], "description": "One of two."},
+    "level": {"type": "integer", "enum": [1, 2], "description": "One of two."},
+    "many": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "description": "Rows."},
+    "any": {"description": "Anything."},
+    "either": {"type": ["integer", "string"], "description": "A number or a text."},
+}
+
+
+def read_schema(parameters: dict[str, Any], description: str = "Do it.") -> dict[str, Any]:
+    (method,) = build_methods([ToolSpec("act", description, parameters)], lambda *_: "").values()
+    bound = getattr(type("Environment", (), {"act": method})(), "act")  # noqa: B009 - as TRL takes it
+    function: dict[str, Any] = get_json_schema(bound)["function"]
+    return function
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.mark.parametrize("required", [True, False])
+def test_what_a_type_hint_can_say_arrives_unchanged(name: str, required: bool) -> None:
+    parameters = {"type": "object", "properties": {name: PROPERTIES[name]}, **({"required": [name]} if required else {})}
+    assert read_schema(parameters)["parameters"] == parameters
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "integer", "minimum": 1, "description": "How many."}, '{"type": "integer", "minimum": 1}'),
+        ({"$ref": "#/$defs/Place"}, '{"type": "object", "properties": {"x": {"type": "integer"}}}'),
+        ({"type": "integer", "default": 5}, '"default": 5'),
+        ({"type": "object", "properties": {"x": {"$ref": "#/$defs/Loop"}}}, '"properties": {"x": '),
+    ],
+)
+def test_what_it_cannot_say_is_in_the_description(schema: dict[str, Any], said: str) -> None:
+    definitions = {
+        "Place": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "Loop": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Loop"}}},
+    }
+    read = read_schema({"type": "object", "properties": {"value": schema}, "$defs": definitions})
+    assert said in read["parameters"]["properties"]["value"]["description"]
+
+
+def test_sections_in_a_tool_s_own_description_are_no_arguments() -> None:
+    described = "Sell it.\n\nArgs:\n    price: In cents.\n\nReturns:\n    A receipt."
+    read = read_schema({"type": "object", "properties": {"price": PROPERTIES["count"]}}, described)
+    assert read["parameters"]["properties"] == {"price": PROPERTIES["count"]}
+    assert "In cents." in read["description"]
+    assert "A receipt." in read["description"]
+
+
+def test_names_that_python_or_trl_do_not_take_are_changed_for_the_model_alone() -> None:
+    called: list[tuple[str, dict[str, Any]]] = []
+
+    def call(_: Any, name: str, arguments: dict[str, Any]) -> str:
+        called.append((name, arguments))
+        return "done"
+
+    names = {"from": {}, "x-y": {}, "self": {}, "2nd": {}}
+    methods = build_methods([ToolSpec(name, "", {"properties": names}) for name in ("reset", "_hidden", "a-b")], call)
+    assert list(methods) == ["tool_reset", "tool__hidden", "a-b"]
+    given = {"from_": 1, "x_y": 2, "self_": 3, "_2nd": 4}
+    assert methods["tool_reset"](None, **given) == "done"
+    assert called == [("reset", {"from": 1, "x-y": 2, "self": 3, "2nd": 4})]
+    assert {*get_json_schema(methods["a-b"])["function"]["parameters"]["properties"]} == {*given}
