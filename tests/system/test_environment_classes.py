@@ -29,10 +29,13 @@ from tests.support.tool_calls import NoGrader
 pytestmark = pytest.mark.integration
 
 MODULE = '''
+import asyncio
 import os
 import signal
 import threading
 import time
+
+import anyio
 
 from fleetbus_schemas import ChatMessage
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
@@ -79,6 +82,8 @@ class Plain:
                 return 3
             case "number":
                 return Step(reward=Number(), messages=())
+            case "loop":
+                asyncio.run(asyncio.sleep(0))
         print("a word on standard output")
         content = f"{os.getpid()} {self.task.config.get('device')} {threading.current_thread() is threading.main_thread()}"
         return Step(messages=(ChatMessage(role="user", content=content),))
@@ -113,6 +118,25 @@ class Asynchronous:
 
     async def close(self):
         pass
+
+
+class Undeclared(Asynchronous):
+    """Its calls are ordinary functions that return what is awaited; what one begins in its task, another ends."""
+
+    def open(self, task):
+        return self.begin(task)
+
+    async def begin(self, task):
+        self.task = task
+        self.loop, self.group = asyncio.get_running_loop(), anyio.create_task_group()
+        await self.group.__aenter__()
+
+    def step(self, action):
+        assert asyncio.get_running_loop() is self.loop
+        return super().step(action)
+
+    def close(self):
+        return self.group.__aexit__(None, None, None)
 
 
 class NeverStarts(Plain):
@@ -176,6 +200,22 @@ async def test_every_kind_of_class_plays_an_episode(spec: str) -> None:
         assert (await environment.verify()).reward == (1.0 if spec.endswith("Plain") else 0.5)
         await environment.close()
     await until(lambda: not children())
+
+
+async def test_ordinary_functions_in_a_process_run_where_no_event_loop_does(pool: ProcessPool) -> None:
+    environment = await opened(pool)
+    step = await environment.step(action("loop"))
+    assert str(step.messages[0].content).endswith("True"), "and in the main thread, as everything of a process"
+    await environment.close()
+
+
+async def test_calls_that_turn_out_to_be_asynchronous_share_one_event_loop_and_task() -> None:
+    undeclared = ProcessPool("own_classes:Undeclared", processes=1)
+    async with undeclared.run():
+        for _ in range(2):
+            environment = await opened(undeclared)
+            await environment.step(action("hello"))
+            await environment.close()
 
 
 async def test_devices_go_round_by_episode_in_this_process_and_by_process_in_a_pool(pool: ProcessPool) -> None:

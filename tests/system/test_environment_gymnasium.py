@@ -18,6 +18,7 @@ from fleetbus_schemas import Action, Image, Task
 from fleetbus_workers.environment.adapters.gymnasium.environment import GymnasiumEnvironment
 from fleetbus_workers.environment.adapters.gymnasium.text import (
     UnknownAction,
+    is_of_text,
     list_action_names,
     parse_action,
     strip_ansi_codes,
@@ -234,6 +235,34 @@ async def test_names_come_from_the_task_first_and_must_fit() -> None:
         parse_action("", lake, list_action_names(lake))
     assert strip_ansi_codes("\x1b[41mS\x1b[0m\x1b[35mR\x1b[0m\x1b[34;1mB\x1b[0m\x1b[0m") == "[S]{R}(B)"
     lake.close()
+
+
+class Words(gymnasium.Space[str]):
+    """As packages have them that know no longest text."""
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str)
+
+
+class Echo(gymnasium.Env[int, str]):
+    observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
+
+    def __init__(self, action_space: gymnasium.Space[Any]) -> None:
+        self.action_space = action_space
+
+
+@pytest.mark.parametrize("space", [Words(), gymnasium.spaces.Text(30, charset="clik('12)7 ")])
+def test_where_an_action_is_a_text_what_was_said_is_the_action(space: gymnasium.Space[Any]) -> None:
+    environment = Echo(space)
+    said = ["click('12')", '"click"', "12", "7"]
+    assert [parse_action(text, environment, ()) for text in said] == ["click('12')", "click", "12", "7"]
+    assert is_of_text(space)
+    assert not is_of_text(gymnasium.spaces.Box(0, 1)) and not is_of_text(gymnasium.spaces.Dict())
+
+
+def test_a_text_that_its_space_does_not_hold_is_no_action() -> None:
+    with pytest.raises(UnknownAction):
+        parse_action("push", Echo(gymnasium.spaces.Text(30, charset="clik")), ())
 
 
 @pytest.mark.parametrize("spec", ["gym:NoSuchThing-v0", "gym:FrozenLake-v99"])

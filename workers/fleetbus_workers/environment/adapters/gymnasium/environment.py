@@ -31,6 +31,7 @@ from fleetbus_workers.environment.adapters.gymnasium.text import (
     UnknownAction,
     format_observation,
     get_short_name,
+    is_of_text,
     list_action_names,
     parse_action,
 )
@@ -116,11 +117,8 @@ class GymnasiumEnvironment:
         seed = find_seed(self._task)
         text, pictures = await self._run_in_thread(lambda: self._render(self._require_env().reset(seed=seed)[0]))
         space = self._require_env().action_space
-        asked = (
-            f"Answer with one action: {', '.join(self._names)}."
-            if self._names
-            else f"Answer with one action, as JSON for {space}."
-        )
+        form = ": " + ", ".join(self._names) if self._names else ", as text" if is_of_text(space) else f", as JSON for {space}"
+        asked = f"Answer with one action{form}."
         parts = (
             self._task.prompt,
             LEGENDS.get(get_short_name(self._require_env()), "") if not self._frames else "",

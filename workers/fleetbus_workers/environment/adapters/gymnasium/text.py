@@ -1,7 +1,7 @@
 """A Gymnasium environment in words: names for its actions, and what it shows as text. Blocking, and free of the bus.
 
 Names come from the task, the table below, the environment's own enumeration or its ``get_action_meanings``; numbers and, for
-spaces that are no choice of one, JSON are always understood. Above it is `adapters.gymnasium.environment`.
+spaces that are no choice of one, JSON are always understood; where an action is a text, that text is, too. Above it is `adapters.gymnasium.environment`.
 """
 
 import json
@@ -69,19 +69,31 @@ def parse_action(text: str, environment: gymnasium.Env[object, object], names: S
             if wanted in (name.casefold(), str(space.start + number)):
                 return int(space.start) + number
         raise UnknownAction(f"Unknown action {text[:80]!r}. The actions are: {', '.join(names)}.")
+    words = text if is_of_text(space) and space.contains(text) else None
     try:
         action = _build_action(space, json.loads(text))
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        if words is not None:
+            return words
         raise UnknownAction(f"Unknown action {text[:80]!r}: it must be JSON for {space}.") from error
-    if not space.contains(action):
-        raise UnknownAction(f"The action {text[:80]!r} is not in {space}.")
-    return action
+    if space.contains(action):
+        return action
+    if words is not None:
+        return words
+    raise UnknownAction(f"The action {text[:80]!r} is not in {space}.")
+
+
+def is_of_text(space: gymnasium.Space[Any]) -> bool:
+    """True if the actions of a space are texts: Gymnasium's own such space, or a class of a package that holds any text."""
+    return isinstance(space, gymnasium.spaces.Text) or (space.dtype is None and space.shape is None and space.contains("text"))
 
 
 def _build_action(space: gymnasium.Space[Any], value: Any) -> object:
     """JSON as a space holds it: arrays in the types of their spaces, at any depth. Raises `ValueError`, `TypeError`."""
     match space, value:
         case (gymnasium.spaces.Text(), _) | (gymnasium.spaces.Discrete(), int()):
+            return value
+        case _, str() if is_of_text(space):
             return value
         case gymnasium.spaces.Dict(), {}:
             return {name: _build_action(space[name], inner) if name in space.spaces else inner for name, inner in value.items()}

@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Awaitable
 from typing import Any
 
 import anyio
@@ -31,30 +32,29 @@ _HEADER = struct.Struct("!I")
 
 
 class EnvironmentProcess:
-    """The calls of one object after another, all in one event loop, so that asynchronous classes keep what they opened."""
+    """The calls of one object after another. Ordinary functions run where no event loop does, as packages that bring a loop of
+    their own demand; those of asynchronous classes all run in one, so that they keep what they opened."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
         self._object: Any = None
 
-    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one call; an exception of the class is an answer too."""
+    def answer(self, request: dict[str, Any]) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+        """The answer to one call, or what to await for it; an exception of the class is an answer too."""
+        call = request["call"]
         try:
-            result = self._with_pictures(await self._call(request["call"], request.get("argument")), request["call"])
-            if kind := _RETURNS.get(request["call"]):
-                result = validate_return(kind, result, request["call"], self._object)
-            return {"result": msgspec.to_builtins(result, enc_hook=_encode_plain)}
+            result = self._call(call, request.get("argument"))
+            return self._await(call, result) if inspect.isawaitable(result) else self._encode(call, result)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the class's: the worker's signals are ignored here
-            name = type(error).__name__
-            return {
-                "error": str(error),
-                "kind": name,
-                "failed": isinstance(error, EnvironmentFailed),
-                "location": locate_error(error),
-                "traceback": format_traceback(error),
-            }
+            return _describe(error)
 
-    async def _call(self, name: str, argument: Any) -> Any:
+    async def _await(self, call: str, result: Awaitable[object]) -> dict[str, Any]:
+        try:
+            return self._encode(call, await result)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the class's, as above
+            return _describe(error)
+
+    def _call(self, name: str, argument: Any) -> Any:
         if name not in CALLS:
             raise ValueError(f"unknown call {name}")
         if name == "close" and self._object is None:
@@ -62,17 +62,17 @@ class EnvironmentProcess:
         if name == "open":
             self._object = self._kind()
         function = getattr(self._object, name)
-        arguments: list[object] = []
         if name == "open":
-            arguments = [msgspec.convert(argument, Task)]
-        elif name == "step":
-            arguments = [msgspec.convert(argument, Action)]
-        result = function(*arguments)
-        if inspect.isawaitable(result):
-            result = await result
-        if name == "close":
+            return function(msgspec.convert(argument, Task))
+        return function(msgspec.convert(argument, Action)) if name == "step" else function()
+
+    def _encode(self, call: str, result: Any) -> dict[str, Any]:
+        if call == "close":
             self._object = None
-        return result
+        result = self._with_pictures(result, call)
+        if kind := _RETURNS.get(call):
+            result = validate_return(kind, result, call, self._object)
+        return {"result": msgspec.to_builtins(result, enc_hook=_encode_plain)}
 
     def _with_pictures(self, result: Any, call: str) -> object:
         """Images as files: what the class has of them cannot leave the process."""
@@ -80,6 +80,16 @@ class EnvironmentProcess:
             return result
         check_images(result, call, self._object)
         return msgspec.structs.replace(result, images=tuple(map(encode_image_file, result.images)))
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    return {
+        "error": str(error),
+        "kind": type(error).__name__,
+        "failed": isinstance(error, EnvironmentFailed),
+        "location": locate_error(error),
+        "traceback": format_traceback(error),
+    }
 
 
 def _encode_plain(value: Any) -> object:
@@ -95,17 +105,32 @@ def main() -> None:
     os.dup2(2, 1)  # what the class prints belongs to the worker's log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker drains first
     channel = socket.socket(fileno=int(sys.argv[1]))
-    server = EnvironmentProcess(load_callable(f"environment {sys.argv[3]!r}", sys.argv[3]))
+    kind = load_callable(f"environment {sys.argv[3]!r}", sys.argv[3])
+    server = EnvironmentProcess(kind)
+    send(channel, {"ready": True})
+    asynchronous = any(inspect.iscoroutinefunction(getattr(kind, call)) for call in CALLS)
+    first = None if asynchronous else serve_without_loop(channel, server)
+    if asynchronous or first is not None:
+        anyio.run(serve, channel, server, first)
 
-    async def serve() -> None:
-        send(channel, {"ready": True})
-        while True:
-            request = receive(channel)
-            if request is None:
-                return
-            send(channel, await server.answer(request))
 
-    anyio.run(serve)
+def serve_without_loop(channel: socket.socket, server: EnvironmentProcess) -> Awaitable[dict[str, Any]] | None:
+    """Answer requests until the socket closes, or until an answer has to be awaited, which is returned."""
+    while (request := receive(channel)) is not None:
+        answer = server.answer(request)
+        if not isinstance(answer, dict):
+            return answer
+        send(channel, answer)
+    return None
+
+
+async def serve(channel: socket.socket, server: EnvironmentProcess, first: Awaitable[dict[str, Any]] | None) -> None:
+    """Answer what was asked first and all that is asked after it, in one event loop."""
+    if first is not None:
+        send(channel, await first)
+    while (request := receive(channel)) is not None:
+        answer = server.answer(request)
+        send(channel, answer if isinstance(answer, dict) else await answer)
 
 
 def exit_with_parent(parent_pipe: int) -> None:
