@@ -102,7 +102,7 @@ GROUPS = {
     "attacks": Group("attacks", 40),
     "fuzz": Group("fuzz all 600", 75),
     "upgrade": Group("upgrade", 10),
-    "slow": Group("test-slow", 60),
+    "slow": Group("test-slow", 90),
     "planted": Group("planted-faults", 60),
     "chaos": Group("chaos 1", 20),
 }
