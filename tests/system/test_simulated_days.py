@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 PLANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     planted.right_of_the_orphan_sweep_missing: "no fault ends a worker",
-    planted.deadline_overflows_after_hours: "every failure has a cause",
+    planted.deadline_overflows_after_hours: "an outcome by deadline and grace",
     planted.nothing_trimmed: "the log is bounded",
     planted.checkpoints_never_removed: "checkpoints are pruned",
 }
