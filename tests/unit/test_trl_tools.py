@@ -9,6 +9,7 @@ import pytest
 from fleetbus_schemas import ToolSpec
 from fleetbus_workers.trainers.trl_tools import build_methods
 
+pytest.importorskip("torch")  # transformers imports it when it makes a schema: on a busy machine longer than a test may take
 get_json_schema = pytest.importorskip("transformers.utils").get_json_schema
 
 PROPERTIES: dict[str, dict[str, Any]] = {

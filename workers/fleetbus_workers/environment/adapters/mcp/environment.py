@@ -193,6 +193,8 @@ class McpEnvironment:
 
     async def _execute_side_by_side(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Their results in order. The first server that is gone ends the other calls."""
+        if self._parallel_calls == 1:  # tasks of one group begin in any order
+            return [await self._execute(call) for call in calls]
         results: dict[int, ToolResult] = {}
         room = anyio.Semaphore(self._parallel_calls)
 

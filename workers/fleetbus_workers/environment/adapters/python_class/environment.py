@@ -66,8 +66,13 @@ def is_asynchronous(kind: object) -> bool:
 
 
 def build(context: AdapterContext) -> Factory:
-    """Environments of the class that the spec, MODULE:CLASS, names. Raises `UserError`."""
-    return build_from_kind(context, load_callable(f"environment {context.spec!r}", context.spec))
+    """Environments of the class that the spec, MODULE:CLASS, names, also of one for TRL. Raises `UserError`."""
+    kind = load_callable(f"environment {context.spec!r}", context.spec)
+    if isinstance(kind, type) and hasattr(kind, "get_reward") and not hasattr(kind, "verify"):
+        from fleetbus_workers.environment.adapters.mcp.trl_class import build_from_trl_class
+
+        return build_from_trl_class(context, kind)
+    return build_from_kind(context, kind)
 
 
 def build_from_kind(context: AdapterContext, kind: Callable[[], Any]) -> Factory:
