@@ -98,6 +98,14 @@ test-foreign *arguments:
     .venv-nemo-gym/bin/pip install -q aiohttp fastapi httptools httpx hydra-core itsdangerous mcp mlflow-skinny omegaconf openai orjson pandas psutil pydot python-multipart ray requests rich scipy tqdm uvicorn wandb devtools yappi
     PATH=$PWD/.venv-verifiers/bin:$PATH .venv/bin/pytest -n0 -q -s -m foreign tests/foreign {{arguments}}
 
+# MiniWoB++ as BrowserGym plays it and ScienceWorld, in the classes of docs/examples: their rewards against the packages alone, and kills; needs Debian's
+# packages `chromium` and `default-jre-headless`
+test-worlds *arguments:
+    test -d .venv-worlds || python3 -m venv .venv-worlds
+    .venv-worlds/bin/pip install -q -c constraints.txt -e '.[test]' browsergym-miniwob==0.14.3 miniwob==1.1.0 scienceworld==1.2.3
+    mkdir -p .venv-worlds/browsers/chromium-1117/chrome-linux && ln -sf "$(command -v chromium)" .venv-worlds/browsers/chromium-1117/chrome-linux/chrome
+    PLAYWRIGHT_BROWSERS_PATH=$PWD/.venv-worlds/browsers .venv-worlds/bin/pytest -n0 -q -s -m foreign tests/foreign/test_worlds.py {{arguments}}
+
 # The clients of OpenEnv, SkyRL and VAGEN under kills and faults, each from a separate environment; VAGEN's, which is on no
 # package index, from the checkout of github.com/mll-lab-nu/VAGEN that VAGEN_CHECKOUT names
 test-clients *arguments:

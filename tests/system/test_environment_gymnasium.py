@@ -244,7 +244,7 @@ class Words(gymnasium.Space[str]):
         return isinstance(x, str)
 
 
-class Echo(gymnasium.Env[int, str]):
+class Echo(gymnasium.Env[object, object]):
     observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
 
     def __init__(self, action_space: gymnasium.Space[Any]) -> None:

@@ -1,7 +1,8 @@
 """A Gymnasium environment in words: names for its actions, and what it shows as text. Blocking, and free of the bus.
 
 Names come from the task, the table below, the environment's own enumeration or its ``get_action_meanings``; numbers and, for
-spaces that are no choice of one, JSON are always understood; where an action is a text, that text is, too. Above it is `adapters.gymnasium.environment`.
+spaces that are no choice of one, JSON are always understood; where an action is a text, so is what was said. Above it is
+`adapters.gymnasium.environment`.
 """
 
 import json
