@@ -244,14 +244,14 @@ class Words(gymnasium.Space[str]):
         return isinstance(x, str)
 
 
-class Echo(gymnasium.Env[object, object]):
+class Echo(gymnasium.Env[object, Any]):
     observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
 
     def __init__(self, action_space: gymnasium.Space[Any]) -> None:
         self.action_space = action_space
 
 
-@pytest.mark.parametrize("space", [Words(), gymnasium.spaces.Text(30, charset="clik('12)7 ")])
+@pytest.mark.parametrize("space", [Words(), gymnasium.spaces.Text(30, charset="clicker('12)7 ")])
 def test_where_an_action_is_a_text_what_was_said_is_the_action(space: gymnasium.Space[Any]) -> None:
     environment = Echo(space)
     said = ["click('12')", '"click"', "12", "7"]
@@ -262,7 +262,7 @@ def test_where_an_action_is_a_text_what_was_said_is_the_action(space: gymnasium.
 
 def test_a_text_that_its_space_does_not_hold_is_no_action() -> None:
     with pytest.raises(UnknownAction):
-        parse_action("push", Echo(gymnasium.spaces.Text(30, charset="clik")), ())
+        parse_action("push", Echo(gymnasium.spaces.Text(30, charset="clicker")), ())
 
 
 @pytest.mark.parametrize("spec", ["gym:NoSuchThing-v0", "gym:FrozenLake-v99"])

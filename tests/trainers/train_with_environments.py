@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import trl
 from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_template
 
+from fleetbus_workers.environment.adapters.warehouse.tasks import build_train_tasks
+from fleetbus_workers.environment.specs import build_environment_factory
 from fleetbus_workers.trainers import trl_environment
 
 
@@ -34,6 +38,7 @@ def main(model: Path, output: Path, steps: int, example: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = qwen3_template  # the starter writes calls as Qwen does; TRL knows models by their templates
+    tokenizer.chat_template = describe_tools(tokenizer.chat_template, anyio.run(read_prompt))
     read_config = partial(
         trl.GRPOConfig,
         per_device_train_batch_size=8,
@@ -55,6 +60,24 @@ def main(model: Path, output: Path, steps: int, example: Path) -> None:
     exec(compile(example.read_text(), example, "exec"), names)
     history = [entry for entry in names["trainer"].state.log_history if "reward" in entry]
     (output / "history.json").write_text(json.dumps(history))
+
+
+async def read_prompt() -> str:
+    """The words in which the starter was taught the tools of the warehouse: it calls none that are described in others."""
+    factory: Any = build_environment_factory("warehouse", verifier=None)  # type: ignore[arg-type]
+    async with getattr(factory, "run", nullcontext)():
+        environment = factory()
+        await environment.open(build_train_tasks(1, seed=0)[0])
+        start = await environment.reset()
+        await environment.close()
+    return str(start.messages[0].content)
+
+
+def describe_tools(template: str, words: str) -> str:
+    before, _, rest = template.partition("{%- if tools %}")
+    after = rest.partition("{%- for message in messages %}")[2]
+    system = "{%- if tools %}{{ open('system') }}{% raw %}" + words + "{% endraw %}<|im_end|>\n{% endif %}\n"
+    return before + system + "{%- for message in messages %}" + after
 
 
 if __name__ == "__main__":

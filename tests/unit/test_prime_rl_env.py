@@ -19,7 +19,8 @@ from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded
 from tests.support.trainer_stand_ins import load_adapter
 from tests.unit.test_sampled_episode import FakeClient, FakeSession
 
-One, Two = TypeVar("One"), TypeVar("Two")
+One = TypeVar("One")
+Two = TypeVar("Two")
 
 
 class OfOne(Generic[One]):
@@ -58,7 +59,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     built = dict.fromkeys(["AgentConfig", "ProgramResult", "RetryConfig", "SubprocessConfig"], SimpleNamespace)
     members = built | {"EnvConfig": object, "TasksetConfig": object, "TaskData": SimpleNamespace, "HarnessConfig": object}
     generic = {"Env": OfOne, "Harness": OfOne, "Task": OfOne, "Taskset": OfTwo}
-    modules = {"verifiers.v1": members | generic, "verifiers.v1.dialects.chat": {"message_to_wire": dict}, "openai": {}}
+    modules: dict[str, dict[str, Any]] = {
+        "verifiers.v1": members | generic,
+        "verifiers.v1.dialects.chat": {"message_to_wire": dict},
+        "openai": {},
+    }
     return load_adapter(monkeypatch, "prime_rl", modules)
 
 
@@ -110,6 +115,6 @@ async def test_an_episode_for_prime_rl_without_a_verdict_or_a_turn_is_an_error_o
 def test_tasks_for_prime_rl_are_those_of_the_file(module: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "tasks.json"
     file.write_text('[{"key": "b", "prompt": "go"}, {"key": "a", "prompt": "go"}]')
-    module.FleetbusTask = lambda data, config: (data.task_key, config)
+    module.FleetbusTask = lambda data, config: (data.task_key, config)  # type: ignore[attr-defined]
     taskset = module.FleetbusTaskset(SimpleNamespace(tasks=str(file), task="settings"))
     assert [*taskset.load()] == [("b", "settings"), ("a", "settings")]

@@ -86,7 +86,9 @@ def parse_action(text: str, environment: gymnasium.Env[object, object], names: S
 
 def is_of_text(space: gymnasium.Space[Any]) -> bool:
     """True if the actions of a space are texts: Gymnasium's own such space, or a class of a package that holds any text."""
-    return isinstance(space, gymnasium.spaces.Text) or (space.dtype is None and space.shape is None and space.contains("text"))
+    if type(space).__module__.startswith("gymnasium."):
+        return isinstance(space, gymnasium.spaces.Text)
+    return space.dtype is None and space.shape is None and space.contains("text")
 
 
 def _build_action(space: gymnasium.Space[Any], value: Any) -> object:
