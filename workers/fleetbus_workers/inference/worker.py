@@ -188,7 +188,7 @@ class InferenceWorker:
             elif wanted is not None:
                 tries += 1
                 pause = RELOAD_SECONDS if tries <= TRIES_AT_ONCE else min(2 * pause, LONGEST_RELOAD_SECONDS)
-                if tries >= TRIES_OF_THE_NEWEST:
+                if tries == TRIES_OF_THE_NEWEST or (tries > TRIES_OF_THE_NEWEST and not self._ready.is_set()):
                     await self._load_earlier(wanted, position)
             self._handler.clear_expected_version()
 
