@@ -6,7 +6,6 @@ otherwise: without it each of some thousand processes compiles the packages agai
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -47,13 +46,6 @@ def pytest_sessionstart() -> None:
         os.environ.setdefault("FLEETBUS_ENVIRONMENT_SANDBOX", "limits")
         assert Verifier.__init__.__kwdefaults__ is not None
         Verifier.__init__.__kwdefaults__["sandbox"] = "limits"
-
-
-def pytest_collection_finish() -> None:
-    """Packages and collected tests stay until the end: each collection of garbage looked through all of them, a tenth of all
-    processor time."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
