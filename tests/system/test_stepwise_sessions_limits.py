@@ -12,7 +12,7 @@ from fleetbus.client.sessions import SessionFailed, SessionUnavailable
 from fleetbus.errors import RequestUnanswered
 from fleetbus_schemas import SessionAnswer, SessionCall, decode, encode
 from fleetbus_schemas.message import MAX_MESSAGE_BYTES
-from tests.support.stepwise_fixtures import TASK, World, read_text, session_fixture
+from tests.support.stepwise_fixtures import TASK, CountingEnvironment, World, read_text, session_fixture
 from tests.support.virtual_time import virtual_time
 
 anyio_backend = virtual_time
@@ -112,6 +112,21 @@ async def test_a_step_that_takes_too_long_ends_its_session() -> None:
             with pytest.raises(SessionFailed) as failed:
                 await session.step("slow")
             assert (failed.value.answer.end, failed.value.answer.error_class) == ("timeout", "step_timeout")
+
+
+async def test_a_step_of_an_environment_that_paces_itself_may_take_as_long_as_its_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CountingEnvironment, "paces_itself", True, raising=False)
+    world = World(step_seconds=600)
+    async with session_fixture(step=100, episode=1000) as here:
+        here.worker("e1", world)
+        async with here.client.open(TASK, timeout=2000) as session:
+            await session.reset()
+            assert read_text(await session.step("slow")) == "1: slow"
+            world.step_seconds = 1001
+            with pytest.raises(SessionFailed, match="1000"):
+                await session.step("too slow")
 
 
 async def test_a_key_that_leaves_no_room_for_an_answer_ends_neither_worker_nor_session() -> None:

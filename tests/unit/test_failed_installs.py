@@ -43,6 +43,12 @@ def test_the_line_that_says_why_is_the_last_error_of_the_installer(output: str, 
     assert find_reason(output) == reason
 
 
+def test_a_password_in_an_index_s_url_is_taken_out_before_the_line_is_cut() -> None:
+    url = "https://user:hunter2secret@index.example/simple"
+    for before in range(REASON_CHARS - 80, REASON_CHARS):
+        assert "hunter2" not in find_reason("ERROR: " + "x" * before + f" {url}")
+
+
 async def test_a_dockerfile_in_the_sandbox_tells_why_its_install_failed() -> None:
     class Box:
         async def run(self, command: str, **_: Any) -> CommandResult:

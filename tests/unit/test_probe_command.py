@@ -15,6 +15,7 @@ from fleetbus.recording.writer import create_recording
 from fleetbus_schemas import ChatMessage, EpisodeRequested, Task, encode
 from fleetbus_schemas.message import decode
 from fleetbus_workers.cli.program import run_program
+from fleetbus_workers.environment.own_images import ImageStoringEnvironment
 from fleetbus_workers.probe.graders import VerifierGrader
 from fleetbus_workers.probe.probing import HOPELESS
 from fleetbus_workers.up.recipes import find_recipe, write_tasks
@@ -69,6 +70,11 @@ class Paid:
         return Verdict(reward=1.0 if "Begin" in self.said or self.said == "a" else 0.0)
     async def state(self): return {}
     async def close(self): pass
+
+class Hangs(Paid):
+    async def step(self, action):
+        import anyio
+        await anyio.sleep_forever()
 
 class Ends(Paid):
     async def verify(self):
@@ -199,6 +205,16 @@ def test_an_environment_that_would_end_its_process_is_a_finding(
     (tmp_path / "paid.py").write_text(ENVIRONMENT)
     found = probe(capsys, "--tasks", str(tasks), "--environment", f"{tmp_path / 'paid.py'}:Ends", status=1)
     assert "SystemExit: verify" in found["crash", "a clean exit"]["example"]["reason"]
+
+
+def test_an_environment_that_paces_itself_is_given_up_after_the_same_seconds(
+    tmp_path: Path, tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageStoringEnvironment, "paces_itself", True, raising=False)
+    (tmp_path / "paid.py").write_text(ENVIRONMENT)
+    arguments = ("--tasks", str(tasks), "--environment", f"{tmp_path / 'paid.py'}:Hangs", "--seconds", "0.2")
+    assert run_program(["probe", *arguments]) == 2
+    assert "0.2 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", ["arithmetic", "countdown", "default", "sums"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from fleetbus_schemas import (
     WorkerStarted,
     WorkerStopped,
 )
-from fleetbus_workers.environment.episode.conclusion import Conclusion, note_unread
+from fleetbus_workers.environment.episode.conclusion import NO_CALL_READ, Conclusion, note_unread
 from fleetbus_workers.up.progress_guard import ProgressGuard
 
 LIMITS = LimitSettings(ungraded_episodes=8, no_progress=100.0)
@@ -279,3 +280,23 @@ def test_episodes_in_which_no_call_can_be_read_are_said_once_with_what_the_polic
     (line,) = guard.take_lines(0.0)
     assert line.startswith("8 of 8 episodes called no tool") and "no tool call could be read in its 2 turns" in line
     assert "the policy writes 'I think\\nso x" in line and "--model" in line and len(line) < 500
+
+
+def test_a_secret_is_taken_out_of_what_the_policy_writes_before_that_is_cut() -> None:
+    token = "ghp_" + "a1B2" * 9
+    for length in (100, 110):
+        text = "x" * length + " " + token
+        turn = Turn(action=Action(episode_id="e", attempt=1, turn=0, text=text), lane="l", sequence=1)
+        assert "ghp_a1" not in note_unread(Conclusion(outcome="truncated", error_class="turns"), [turn]).note
+
+
+@pytest.mark.parametrize("kind", ["turns", "tokens"])
+def test_a_note_takes_one_line_of_the_screen_whatever_it_holds(kind: str) -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    note = f"{NO_CALL_READ}\nlearner: TRAINED\x1b[2J\n" + "x" * 100_000
+    for number in range(20):
+        fields: dict[str, Any] = {"error_class": kind, "reward": 0.0, "turns": 1, "note": note}
+        guard.apply(finished(number, "truncated", error="", error_location="", **fields), 0.0)
+    for line in guard.take_lines(0.0):
+        assert "\n" not in line
+        assert len(line) < 1000

@@ -10,7 +10,9 @@ import pytest
 
 from fleetbus.concurrency.deadlines import Deadlines
 from fleetbus.config.settings import LimitSettings
+from fleetbus_workers.environment.adapter_context import Factory
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
+from fleetbus_workers.environment.composed_reward import ComposedRewardFactory
 from fleetbus_workers.environment.episode.stages import EpisodeEnded, Stages, Superseded, find_root_cause, to_printable
 from tests.support.virtual_time import virtual_time
 
@@ -212,6 +214,14 @@ async def test_a_step_that_another_package_paces_may_take_as_long_as_the_episode
     with pytest.raises(EpisodeEnded, match=r"step took longer than 5 s: raise limits\.step"):
         with stages.limit_step(ScriptedEnvironment(), limits):
             await anyio.sleep(50)
+
+
+async def test_rewards_that_are_composed_leave_an_environment_its_pace() -> None:
+    for kind, seconds in ((OwnPace, 60), (ScriptedEnvironment, 5)):
+        composed = ComposedRewardFactory(Factory(kind), {}, None, max_chars=9)()
+        with pytest.raises(EpisodeEnded, match=f"took longer than {seconds} s"):
+            with Stages().limit_step(composed, LimitSettings(step=5, episode=60)):
+                await anyio.sleep_forever()
 
 
 async def test_a_stage_without_a_limit_of_its_own_names_the_one_that_it_has() -> None:

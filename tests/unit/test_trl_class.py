@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 
@@ -74,6 +75,25 @@ class Ungraded(Counter):
     def get_reward(self):
         raise OSError("the judge is away")
 '''
+
+TOGETHER = """
+import threading
+
+everyone = threading.Barrier(60)
+
+
+class Together:
+    def reset(self, **row):
+        return ""
+
+    def meet(self) -> str:
+        \"\"\"Wait until all are here.\"\"\"
+        everyone.wait(20.0)
+        return "met"
+
+    def get_reward(self) -> float:
+        return 1.0
+"""
 
 TASK = Task(key="t", prompt="Count to three.", config={"start": 1})
 
@@ -144,3 +164,21 @@ async def test_a_call_that_blocks_holds_nobody_up_and_is_given_up(tmp_path: Path
 def test_a_method_that_trl_would_make_no_schema_of_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="its method sell is no tool: Cannot generate JSON schema for sell"):
         make(tmp_path, "Undocumented")
+
+
+async def test_more_calls_than_a_worker_has_threads_are_under_way_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "together.py"
+    file.write_text(TOGETHER)
+    factory = build_environment_factory(f"{file}:Together", verifier=NoGrader())
+    environments = [factory() for _ in range(60)]
+    said: list[str] = []
+
+    async def meet(environment: Any) -> None:
+        await environment.open(TASK)
+        await environment.reset()
+        said.append(str((await environment.step(act("", ToolCall(name="meet")))).messages[0].content))
+
+    async with anyio.create_task_group() as tasks:
+        for environment in environments:
+            tasks.start_soon(meet, environment)
+    assert said == ["met"] * 60

@@ -16,7 +16,7 @@ import pytest
 from fleetbus.client.blocking import SharedClient
 from fleetbus.client.sessions import SessionFailed, SessionUnavailable
 from fleetbus.errors import UserError
-from fleetbus_schemas import ChatMessage, SessionAnswer, Task, ToolCall, ToolOutput, ToolSpec
+from fleetbus_schemas import ChatMessage, Image, SessionAnswer, Task, ToolCall, ToolOutput, ToolSpec
 from fleetbus_workers.trainers.sampled_episode import EpisodeSource
 from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded, EpisodeUnanswered
 from fleetbus_workers.trainers.trl_environment import FleetbusEnvironments
@@ -37,6 +37,7 @@ class FakeSession:
         self._verdict = {"reward": 1.0, "unpaid": 1.0} | verdict
         self.turns: list[str | ToolCall] = []
         self.closed = 0
+        self.first = TOLD
 
     async def request(self, kind: str, task: Task | None = None, tool_calls: Sequence[ToolCall] = ()) -> SessionAnswer:
         return await self._take(tool_calls[0]) if tool_calls else answer()
@@ -44,7 +45,7 @@ class FakeSession:
     async def reset(self) -> SessionAnswer:
         if self._fails < 0:
             raise SessionFailed(answer(end="env_failed", error="the server does not start"))
-        return answer(messages=TOLD, tools=self._tools, prompted=len(self._tools))
+        return answer(messages=self.first, tools=self._tools, prompted=int(bool(self._tools)))
 
     async def step(self, text: str) -> SessionAnswer:
         return await self._take(text)
@@ -248,3 +249,20 @@ def test_the_example_of_the_page_plays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(GRPOTrainer=Trainer, GRPOConfig=lambda *_, **__: None))
     exec(shown("environment_factory="), {})
     assert rewards == [1.0, 0.5]
+
+
+def test_a_start_that_trl_cannot_show_fails_that_episode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken, shown_image = FakeSession(), FakeSession()
+    spoken.first = (TOLD[0], ChatMessage(role="assistant", content="Hello."))
+    shown_image.first = (TOLD[0], ChatMessage(role="user", content=(Image(object="d" * 64),)))
+    environments, made = make(monkeypatch, spoken, shown_image, FakeSession(), count=3)
+    assert environments.reward([say("7")] * 3, made) == [None, None, 1.0]
+    assert "role assistant" in made[0].failure
+    assert "shows an image" in made[1].failure
+    assert [spoken.closed, shown_image.closed] == [1, 1]
+
+
+def test_tools_in_another_order_are_the_same_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    sell = ToolSpec("sell")
+    _, (environment,) = make(monkeypatch, FakeSession(tools=(FIND, sell)), FakeSession(tools=(sell, FIND)))
+    assert environment.reset(task_key="u") == "How many nails?"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fleetbus.errors import UserError
 from fleetbus_schemas import ToolSpec
 from fleetbus_workers.trainers.trl_tools import build_methods
 
@@ -73,9 +74,53 @@ def test_names_that_python_or_trl_do_not_take_are_changed_for_the_model_alone() 
         return "done"
 
     names = {"from": {}, "x-y": {}, "self": {}, "2nd": {}}
-    methods = build_methods([ToolSpec(name, "", {"properties": names}) for name in ("reset", "_hidden", "a-b")], call)
-    assert list(methods) == ["tool_reset", "tool__hidden", "a-b"]
+    methods = build_methods(
+        [ToolSpec(name, "", {"properties": names}) for name in ("reset", "failure", "_hidden", "a-b")], call
+    )
+    assert list(methods) == ["tool_reset", "tool_failure", "tool__hidden", "a-b"]
     given = {"from_": 1, "x_y": 2, "self_": 3, "_2nd": 4}
     assert methods["tool_reset"](None, **given) == "done"
     assert called == [("reset", {"from": 1, "x-y": 2, "self": 3, "2nd": 4})]
     assert {*get_json_schema(methods["a-b"])["function"]["parameters"]["properties"]} == {*given}
+
+
+@pytest.mark.parametrize("described", ["One of (choices: a, b)", "Which. Args: x", "KwArgs:\n  x", "Raises: never", " \n "])
+def test_what_transformers_reads_in_descriptions_is_no_syntax_here(described: str) -> None:
+    tool = {"type": "object", "properties": {"kind": {"type": "string", "description": described}}}
+    assert [*read_schema(tool, described)["parameters"]["properties"]] == ["kind"]
+    assert read_schema({"type": "object", "properties": {}}, described)["description"]
+    noted = {"type": "string", "description": "It.", "examples": [described], "minLength": 1}
+    assert [*read_schema({"type": "object", "properties": {"kind": noted}})["parameters"]["properties"]] == ["kind"]
+
+
+def test_schemas_that_name_themselves_stay_of_their_own_size() -> None:
+    again = {f"{letter}": {"$ref": "#/$defs/Node"} for letter in "abcdefgh"}
+    node = {"type": "object", "properties": again}
+    definitions = {"Node": node} | {f"N{depth}": {"anyOf": [{"$ref": f"#/$defs/N{depth + 1}"}] * 8} for depth in range(20)}
+    for name in ("Node", "N0"):
+        read = read_schema({"type": "object", "properties": {"value": {"$ref": f"#/$defs/{name}"}}, "$defs": definitions})
+        assert len(str(read)) < 10_000
+    assert read_schema({"type": "object", "properties": {"value": {"type": ["array"] * 40, "items": {"type": "string"}}}})
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"properties": {"x": {"anyOf": 5}}}, "tool 'act' has a schema that cannot be read"),
+        ({"properties": ["x"]}, "tool 'act' has a schema that cannot be read"),
+        ({"properties": {"x": {}}, "required": True}, "tool 'act' has a schema that cannot be read"),
+        ({"properties": {"a-b": {}, "a_b": {}}}, "'a_b'.* one name"),
+    ],
+)
+def test_a_schema_that_cannot_be_read_is_refused_with_its_tool_s_name(parameters: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        read_schema(parameters)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match="two tools are called 'tool_reset'"):
+        build_methods([ToolSpec("reset"), ToolSpec("tool_reset")], lambda *_: "")
+
+
+def test_a_schema_that_takes_anything_is_any_value() -> None:
+    assert [*read_schema({"type": "object", "properties": {"x": {"anyOf": [True]}}})["parameters"]["properties"]] == ["x"]

@@ -21,6 +21,7 @@ from fleetbus_workers.environment.base import (
     HoldsElsewhere,
     LimitsTurns,
     LivesElsewhere,
+    PacesItself,
     RecordedTurn,
     ReportsUntrained,
     ShowsWhole,
@@ -93,6 +94,11 @@ class ComposedRewardEnvironment:
     def shows_whole(self) -> bool:
         """See `ShowsWhole`."""
         return isinstance(self._inner, ShowsWhole) and self._inner.shows_whole
+
+    @property
+    def paces_itself(self) -> bool:
+        """See `PacesItself`."""
+        return isinstance(self._inner, PacesItself) and self._inner.paces_itself
 
     @property
     def turn_limits(self) -> TurnLimits:

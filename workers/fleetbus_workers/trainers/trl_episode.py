@@ -54,15 +54,17 @@ class TrlEnvironment:
         except EpisodeExcluded as excluded:
             self._fail(excluded)
             return ""
-        return self._check_start(task_key, self._episode, messages[self._episode.prompted :])
+        self._check_tools(task_key, self._episode)
+        try:
+            return _read_start(messages[self._episode.prompted :])
+        except ValueError as error:
+            self._fail(error)
+            return ""
 
-    def _check_start(self, key: str, episode: SpokenEpisode, messages: Sequence[ChatMessage]) -> str:
+    def _check_tools(self, key: str, episode: SpokenEpisode) -> None:
         tools, expected = ([tool.name for tool in each] for each in (episode.tools or (SAY,), self._tools))
-        if tools != expected:
+        if sorted(tools) != sorted(expected):
             raise UserError(f"task {key} has tools {tools}, and others of its env_key have {expected}: give it another env_key")
-        if roles := {message.role for message in messages} - {"system", "user"}:
-            raise UserError(f"task {key} begins with messages of role {min(roles)}: TRL's environments begin with one text")
-        return join_texts(messages)
 
     def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The tool's output. Raises `EpisodeExcluded`, which TRL shows to the model: the episode has no reward any more."""
@@ -107,6 +109,13 @@ class TrlEnvironment:
     def _fail(self, error: Exception) -> None:
         self.failure = str(error) or type(error).__name__
         log.warning("episode failed; it has no reward", reason=self.failure)
+
+
+def _read_start(messages: Sequence[ChatMessage]) -> str:
+    """Raises `ValueError`."""
+    if roles := {message.role for message in messages} - {"system", "user"}:
+        raise ValueError(f"it begins with messages of role {min(roles)}: TRL's environments begin with one text")
+    return join_texts(messages)
 
 
 async def _grade(episode: SpokenEpisode, last: Mapping[str, Any]) -> float | None:

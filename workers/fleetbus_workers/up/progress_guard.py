@@ -223,16 +223,16 @@ class ProgressGuard:
             self._is_shortage_said = True
             limit = "episode.max_episode_tokens" if message.error_class == "tokens" else "the seat's max_tokens"
             advice = f"raise {limit}, and inference.max_model_len as far as the model goes"
-            self._problems.append(
-                f"{self._short} of {self._graded} episodes had no room, the last one: {message.note}; {advice}"
-            )
+            last = shorten_note(message.note)
+            self._problems.append(f"{self._short} of {self._graded} episodes had no room, the last one: {last}; {advice}")
 
     def _note_unread(self, message: EpisodeFinished) -> None:
         """Say once that in most episodes nothing that the policy writes is a call: nothing is learned from those."""
         self._unread += message.note.startswith(NO_CALL_READ)
         if self._unread >= MANY_SHORT and 2 * self._unread > self._graded and not self._is_unread_said:
             self._is_unread_said = True
-            self._problems.append(f"{self._unread} of {self._graded} episodes called no tool, the last one: {message.note}")
+            last = shorten_note(message.note)
+            self._problems.append(f"{self._unread} of {self._graded} episodes called no tool, the last one: {last}")
 
     def _add_problem(self, role: WorkerRole, line: str) -> None:
         said = self._said_problems[role]
@@ -256,6 +256,11 @@ def _is_training(beat: Heartbeat) -> bool:
     names a problem waits instead."""
     at_work = beat.counters.get("begun_work", 0.0) - beat.counters.get("ended_work", 0.0)
     return beat.role == "learner" and at_work > 0 and not beat.problem
+
+
+def shorten_note(note: str) -> str:
+    """A note as one line of the screen: a worker may have written anything into it."""
+    return " ".join(note[:PROBLEM_CHARACTERS].split())
 
 
 def format_traceback_lines(text: str) -> Iterable[str]:

@@ -156,7 +156,9 @@ async def _open_grader(asked: _Asked, configuration: Configuration) -> AsyncIter
         if asked.environment is not None:
             from fleetbus_workers.assembly.environments import open_environments
 
-            limits = msgspec.structs.replace(configuration.limits, verify=seconds, step=min(seconds, configuration.limits.step))
+            given = configuration.limits
+            step, episode = min(seconds, given.step), min(seconds, given.episode)  # an environment may pace its steps itself
+            limits = msgspec.structs.replace(given, verify=seconds, step=step, episode=episode)
             limited = msgspec.structs.replace(configuration, limits=limits)
             await stack.enter_async_context(watch_blocked_loop(end_if_blocked))
             opened = open_environments(

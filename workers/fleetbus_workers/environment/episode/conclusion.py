@@ -12,6 +12,7 @@ from fleetbus_schemas.tokens import count_tokens
 from fleetbus_workers.environment.base import Verdict
 from fleetbus_workers.environment.episode.seats import EpisodeSeats
 from fleetbus_workers.environment.episode.stages import DEADLINE_PASSED, to_printable
+from fleetbus_workers.environment.failure_location import clean_error
 
 FEW_TURNS = 2
 """An episode whose tokens were used up in so few turns says what they were used for."""
@@ -93,7 +94,7 @@ def note_unread(conclusion: Conclusion, turns: Sequence[Turn]) -> Conclusion:
     """Say of an episode that was cut short, in which no tool was called, what the policy wrote last."""
     if conclusion.outcome != "truncated" or conclusion.note or not turns or any(turn.action.tool_calls for turn in turns):
         return conclusion
-    said = turns[-1].action.text
+    said = clean_error(turns[-1].action.text)  # before it is cut: a part of a secret is not recognized as one
     shown = repr(said if len(said) <= SAID_CHARS else f"{said[:SAID_CHARS]}...")
     played = f"its {len(turns)} turns" if len(turns) > 1 else "its turn"
     advice = "give a --model that writes some, or environment.examples"

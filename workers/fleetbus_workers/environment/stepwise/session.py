@@ -324,8 +324,8 @@ class StepwiseSession:
             text=call.text,
             tool_calls=call.tool_calls or parse_tool_calls(call.text).calls,
         )
-        with self._stages.time_limit("step", self._context.limits.step):
-            environment = self._require_environment()
+        environment = self._require_environment()
+        with self._stages.limit_step(environment, self._context.limits):
             step = validate_return(Step, await environment.step(action), "step", environment)
             self._turn += 1
             self._is_episode_over = step.terminated or step.truncated

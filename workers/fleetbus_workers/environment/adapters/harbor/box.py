@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from fleetbus.tasks.harbor import Place
+from fleetbus_workers.environment.failure_location import clean_error
 
 LOGS, TESTS, SOLUTION = "/logs", "/tests", "/solution"
 VERIFIER_LOGS, ARTIFACTS = "/logs/verifier", "/logs/artifacts"
@@ -35,7 +36,7 @@ def find_reason(output: str) -> str:
     uv, apt), else the last one; empty if it wrote nothing."""
     lines = [line for line in map(str.strip, _COLOURS.sub("", output).splitlines()) if line]
     errors = [line for line in lines if line.startswith(_ERRORS)]
-    return (errors or lines or [""])[-1][:REASON_CHARS]
+    return clean_error((errors or lines or [""])[-1])[:REASON_CHARS]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from fleetbus.errors import UserError
 from fleetbus_workers.environment.adapters.harbor.box import FOLDERS, CommandResult, Recipe, find_reason
 from fleetbus_workers.environment.adapters.harbor.dockerfile import Build, read_dockerfile
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.failure_location import clean_error
 from fleetbus_workers.environment.isolation.foreign_files import (
     TreeTooDeep,
     copy_tree,
@@ -319,4 +320,4 @@ async def _carry_out(build: Build, recipe: Recipe, box: SandboxBox) -> None:
 async def _expect(box: SandboxBox, command: str, workdir: str, seconds: float = 60.0) -> None:
     done = await box.run(command, user=None, variables={}, seconds=seconds, workdir=workdir)
     if done.exit_code:
-        raise EnvironmentFailed(f"RUN {command[:80]}: exit code {done.exit_code}: {find_reason(done.output)}")
+        raise EnvironmentFailed(f"RUN {clean_error(command)[:80]}: exit code {done.exit_code}: {find_reason(done.output)}")

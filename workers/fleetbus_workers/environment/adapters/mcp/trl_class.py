@@ -25,13 +25,17 @@ from fleetbus_workers.environment.base import EnvironmentFailed, FailedVerdict, 
 CALLS = ("reset", "get_reward")
 """The calls of TRL's that are no tools."""
 
+MAX_THREADS = 1024
+"""Of all these environments together: one each, and those of calls that were given up."""
+
 
 def build_from_trl_class(context: AdapterContext, kind: type) -> Factory:
     """Environments of such a class. Raises `UserError` if transformers is missing, or makes no schema of a method."""
     tools = _list_tools(context.spec, kind)
+    threads = anyio.CapacityLimiter(MAX_THREADS)
 
     def connect(task: Task) -> Connection:
-        return TrlConnection(kind, tools, task, call_seconds=context.call_seconds)
+        return TrlConnection(kind, tools, task, call_seconds=context.call_seconds, threads=threads)
 
     arguments = context.mcp_arguments("template") | {"parallel_calls": 1}
     return Factory(partial(TrlClassEnvironment, connect, replayable=bool(getattr(kind, "replayable", False)), **arguments))
@@ -41,8 +45,17 @@ class TrlConnection:
     """An object of the class as an episode's connection. A call longer than ``call_seconds`` is given up; it runs on in its
     thread, and the next one waits for it."""
 
-    def __init__(self, kind: Callable[[], Any], tools: Sequence[ToolSpec], task: Task, *, call_seconds: float) -> None:
+    def __init__(
+        self,
+        kind: Callable[[], Any],
+        tools: Sequence[ToolSpec],
+        task: Task,
+        *,
+        call_seconds: float,
+        threads: anyio.CapacityLimiter,
+    ) -> None:
         self._kind, self._tools, self._task, self._call_seconds = kind, tuple(tools), task, call_seconds
+        self._threads = threads
         self._object: Any = None
         self._lock = threading.Lock()
 
@@ -93,7 +106,7 @@ class TrlConnection:
             with self._lock:
                 return function()
 
-        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True)
+        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
 
 
 class TrlClassEnvironment(McpEnvironment):

@@ -108,7 +108,7 @@ def main() -> None:
     kind = load_callable(f"environment {sys.argv[3]!r}", sys.argv[3])
     server = EnvironmentProcess(kind)
     send(channel, {"ready": True})
-    asynchronous = any(inspect.iscoroutinefunction(getattr(kind, call)) for call in CALLS)
+    asynchronous = any(inspect.iscoroutinefunction(inspect.unwrap(getattr(kind, call))) for call in CALLS)
     first = None if asynchronous else serve_without_loop(channel, server)
     if asynchronous or first is not None:
         anyio.run(serve, channel, server, first)
