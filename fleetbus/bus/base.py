@@ -23,7 +23,8 @@ STORES_NOTHING = "the NATS server answers and stores nothing: its disk may be fu
 
 def check_literal(subject: str) -> None:
     """Raise `BusError` for a subject that nothing is published on: a server stores a wildcard as it stands."""
-    if {"", "*", ">"} & set(subject.split(".")):
+    is_odd = "*" in subject or ">" in subject or ".." in subject or subject[:1] in ("", ".") or subject[-1] == "."
+    if is_odd and {"", "*", ">"} & set(subject.split(".")):
         raise BusError(f"subject {subject!r} has a wildcard or an empty token: nothing is published there")
 
 

@@ -9,7 +9,7 @@ import msgspec
 from fleetbus.config.load import read_tables
 from fleetbus.config.seats import POLICIES, list_joined_policies
 from fleetbus.config.settings import RunSettings
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 
 
 class RunFolder(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from fleetbus.config.league import League, parse_league
 from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus_schemas import SamplingSettings, SeatPolicy
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 
 FORMS = "SEAT=POLICY, SEAT=[MODEL@]URL, SEAT=model:MODEL, SEAT=train[:MODEL] or SEAT=league:RULE"
 MODEL = "model:"

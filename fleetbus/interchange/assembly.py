@@ -33,7 +33,7 @@ from fleetbus_schemas import (
     Task,
     encode,
 )
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, pack_ids, pack_logprobs, pack_mask
 
 LANE, POOL, WORKER = "e0", "default", "import"

@@ -9,7 +9,7 @@ import msgspec
 from fleetbus.errors import UserError
 from fleetbus.interchange.imported import ImportedTurn
 from fleetbus_schemas import FinishReason, ShownImage, VersionSpan
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 
 
 class TurnFacts(msgspec.Struct, kw_only=True):

@@ -17,7 +17,7 @@ from fleetbus.errors import RequestUnanswered, UserError
 from fleetbus.log.archive_reader import read_archived_entries
 from fleetbus.log.episodes import RETRY_SECONDS, decode_entries
 from fleetbus_schemas import Action, EpisodeFinished, Subjects
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 
 READS_AT_A_TIME = 32
 MAX_LANES = 512

@@ -21,8 +21,8 @@ from fleetbus.errors import LogFull, NotPermitted, PublishUnanswered, UserError
 from fleetbus.secret_files import lock_folder, replace_secret_file
 from fleetbus_schemas import MalformedMessage, OperationRecorded, Subjects, decode, encode
 from fleetbus_schemas.message import UNREADABLE
+from fleetbus_schemas.names import is_name
 from fleetbus_schemas.operation import MAX_AUTHOR_CHARACTERS, MAX_TARGETS, NO_KEY
-from fleetbus_schemas.subjects import is_name
 
 STORE_SECONDS = 5.0
 """For an entry, before what it tells of is done without."""

@@ -4,6 +4,7 @@ Rights are by subject (`fleetbus.auth.permissions`): an environment worker may s
 must not count a message on a subject of another kind, or in the name of another episode or worker (docs/decisions/0263).
 """
 
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import structlog
@@ -13,11 +14,13 @@ from fleetbus.core.audit.operations import is_operation
 from fleetbus_schemas import AttemptStarted, MalformedMessage, Message
 from fleetbus_schemas.channels import STORED
 from fleetbus_schemas.message import decode_any
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 
 log = structlog.get_logger()
 
 M = TypeVar("M", bound=Message)
+
+KEPT_SUBJECTS = 1 << 12
 
 
 def read_stored(entry: StreamEntry) -> Message | None:
@@ -37,13 +40,20 @@ def decode_one(expected: type[M], entry: StreamEntry) -> M:
     return message
 
 
+@lru_cache(maxsize=KEPT_SUBJECTS)
+def _split_subject(subject: str) -> tuple[str, list[str]]:
+    """Its kind, and the names behind it. A subject of an episode is that of each of its turns."""
+    _, _, kind, *names = subject.split(".")
+    if kind not in STORED:
+        raise MalformedMessage(subject, f"this version stores nothing on subjects of the kind {kind[:64]!r}")
+    if not all(map(is_name, names)):  # a server stores wildcards as they stand; read back, they are everybody's
+        raise MalformedMessage(subject, "its subject is not made of names")
+    return kind, names
+
+
 def decode_stored(entry: StreamEntry) -> Message:
     """The message in an entry; raises `MalformedMessage` if it is none that belongs on the entry's subject."""
-    _, _, kind, *names = entry.subject.split(".")
-    if kind not in STORED:
-        raise MalformedMessage(entry.subject, f"this version stores nothing on subjects of the kind {kind[:64]!r}")
-    if not all(map(is_name, names)):  # a server stores wildcards as they stand; read back, they are everybody's
-        raise MalformedMessage(entry.subject, "its subject is not made of names")
+    kind, names = _split_subject(entry.subject)
     message: Any = decode_any(STORED[kind], entry.payload, subject=entry.subject)
     if kind == "episode":
         is_own = names == [message.episode_id]

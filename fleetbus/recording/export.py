@@ -25,7 +25,7 @@ from fleetbus.recording.reader import RecordingReader
 from fleetbus.recording.redaction import Redactor
 from fleetbus.recording.writer import FRAME_ENTRIES, RecordingWriter
 from fleetbus_schemas import PolicyPublished, Subjects
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 
 FLUSH_SECONDS = 1.0
 """While a log is followed, what came is readable after twice this."""

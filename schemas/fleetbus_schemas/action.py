@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from fleetbus_schemas.chat import ToolCall
-from fleetbus_schemas.message import Count, Digest, Message, Name, OptionalName
+from fleetbus_schemas.message import Count, Digest, Message
+from fleetbus_schemas.names import Name, OptionalName
 from fleetbus_schemas.segment import SegmentOrigin
 
 FinishReason = Literal["stop", "length", "failed"]

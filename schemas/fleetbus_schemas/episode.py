@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from fleetbus_schemas.message import Count, Message, Name, OptionalName
+from fleetbus_schemas.message import Count, Message
+from fleetbus_schemas.names import InnerName, Name, OptionalName
 from fleetbus_schemas.seat import EpisodeSeat, SeatLimit
 from fleetbus_schemas.segment import EpisodeSegment
 
@@ -71,7 +72,7 @@ class SeatPolicy(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     policy plays, as its opponent: who serves ``policy`` answers from it alone."""
 
     seat: str
-    policy: Name
+    policy: InnerName
     sampling: SamplingSettings = SamplingSettings()
     trained: bool = False
     version: int | None = None
@@ -160,7 +161,7 @@ class ActionReference(msgspec.Struct, frozen=True, kw_only=True, array_like=True
     """The position in the log of an Action of the trained history, and on which environment lane's subject."""
 
     sequence: int
-    lane: Name
+    lane: InnerName
     turn: Count
 
 

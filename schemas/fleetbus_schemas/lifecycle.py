@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from fleetbus_schemas.message import Message, Name, OptionalName
+from fleetbus_schemas.message import Message
+from fleetbus_schemas.names import Name, OptionalName
 
 WorkerRole = Literal["environment", "inference", "learner", "recorder", "gateway", "monitor"]
 

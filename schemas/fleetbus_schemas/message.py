@@ -13,6 +13,8 @@ from typing import Annotated, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta
 
+from fleetbus_schemas.names import find_wrong_name
+
 MAX_MESSAGE_BYTES = (1 << 20) - 4096
 """Largest payload that is encoded or decoded, in bytes: nats-server's default ``max_payload``, which counts headers too."""
 
@@ -21,13 +23,6 @@ MAX_INLINE_BYTES = 256 << 10
 
 MAX_REASON_CHARACTERS = 300
 """Longest ``reason`` of a `MalformedMessage`."""
-
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$(?!\n)")]
-"""One token of a subject: of names that come in messages subjects are made, and a wildcard among them would be everybody's. `$`
-alone would let a line end follow."""
-
-OptionalName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{0,128}$(?!\n)")]
-"""The same, or empty: none."""
 
 Key = Annotated[str, Meta(max_length=256)]
 """The name of a call, which its answer repeats beside contents of its own: with one of a megabyte there is no answer."""
@@ -112,4 +107,6 @@ def decode_any(expected: tuple[type[M], ...], payload: bytes, *, subject: str = 
         raise MalformedMessage(subject, _format_one_line(error)) from error
     if not isinstance(message, expected):
         raise MalformedMessage(subject, "the type is empty")
+    if field := find_wrong_name(message):
+        raise MalformedMessage(subject, f"its {field} is no name")
     return message

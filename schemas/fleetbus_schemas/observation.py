@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fleetbus_schemas.chat import ChatMessage, ToolSpec
 from fleetbus_schemas.episode import SamplingSettings
-from fleetbus_schemas.message import Count, Digest, Message, Name
+from fleetbus_schemas.message import Count, Digest, Message
+from fleetbus_schemas.names import Name
 from fleetbus_schemas.segment import SegmentOrigin
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from fleetbus_schemas.message import Message, Name
+from fleetbus_schemas.message import Message
+from fleetbus_schemas.names import Name
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

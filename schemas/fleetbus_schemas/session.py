@@ -9,7 +9,8 @@ import msgspec
 
 from fleetbus_schemas.chat import ChatMessage, ToolCall, ToolOutput, ToolSpec
 from fleetbus_schemas.episode import Task
-from fleetbus_schemas.message import Count, Key, Message, Name, OptionalName
+from fleetbus_schemas.message import Count, Key, Message
+from fleetbus_schemas.names import Name, OptionalName
 from fleetbus_schemas.segment import ContextChange
 
 SessionCallKind = Literal["open", "reset", "step", "state", "verify", "close"]

@@ -6,11 +6,8 @@ would be taken for the answer), so calls, control, heartbeats and lane leases ha
 
 from __future__ import annotations
 
-import re
-
 from fleetbus_schemas.channels import BY_NAME, CHANNELS
-
-_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}\Z")
+from fleetbus_schemas.names import is_name
 
 ANY_LANE = "any"
 """The lane that every inference worker of a policy pulls from."""
@@ -18,11 +15,6 @@ ANY_LANE = "any"
 
 class InvalidName(ValueError):
     """A name that cannot be one token of a subject: only letters, digits, ``-`` and ``_`` are, 128 at most."""
-
-
-def is_name(name: str) -> bool:
-    """True if it can be one token of a subject."""
-    return _TOKEN.match(name) is not None
 
 
 def check_name(kind: str, name: str) -> str:

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from fleetbus_schemas import MESSAGES, EpisodeFinished, Heartbeat, Message, decode, encode
+from fleetbus_schemas import MESSAGES, EpisodeFinished, Heartbeat, MalformedMessage, Message, decode, encode
 from fleetbus_schemas.message import decode_any
+from fleetbus_schemas.names import list_name_fields
 
 each_message = pytest.mark.parametrize("message_type", MESSAGES, ids=lambda message_type: message_type.__name__)
 quick = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -46,6 +47,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return JSON_LIKE
         case inspect.IntType(ge=int(least), le=most):
             return st.integers(least, 2**64 - 1 if most is None else most)
+        case inspect.Metadata(type=inspect.StrType(min_length=least), extra={"is_name": True}):
+            return st.from_regex(rf"\A[A-Za-z0-9_-]{{{least or 0},128}}\Z")
         case inspect.StrType(pattern=str(pattern)):
             return st.from_regex(pattern)
         case inspect.StrType(min_length=int(least)):
@@ -141,3 +144,45 @@ def test_no_reward_and_a_reward_of_zero_stay_different() -> None:
 def test_messages_are_immutable(message_type: type[Message]) -> None:
     config = message_type.__struct_config__
     assert config.frozen and config.tag == message_type.__name__ and config.omit_defaults
+
+
+NAMED = [(kind, field) for kind in MESSAGES for field in list_name_fields(kind)]
+
+
+def replace(message: Any, field: str, value: str) -> Any:
+    name, _, inner = field.partition(".")
+    return msgspec.structs.replace(message, **{name: replace(getattr(message, name), inner, value) if inner else value})
+
+
+@pytest.mark.parametrize(("kind", "field"), NAMED, ids=lambda each: each if isinstance(each, str) else each.__name__)
+@settings(quick, max_examples=2)
+@given(data=st.data())
+def test_a_field_that_names_something_takes_no_more_than_a_token_of_a_subject(
+    kind: type[Message], field: str, data: st.DataObject
+) -> None:
+    message = data.draw(values(inspect.type_info(kind)))
+    for wrong in ("a.b", "*", ">", "a b", "a\n", "a\0", "é", "x" * 129, "x" * 5000):
+        with pytest.raises(MalformedMessage):
+            decode(kind, encode(replace(message, field, wrong)))
+
+
+def test_every_name_is_checked_where_it_stands() -> None:
+    """`decode` looks at the fields of a message and of one that it contains: deeper ones have the pattern in their type."""
+
+    def find(kind: inspect.Type, path: tuple[str, ...]) -> set[str]:
+        match kind:
+            case inspect.StructType(fields=fields):
+                return {name for each in fields for name in find(each.type, (*path, each.name))}
+            case inspect.Metadata(extra={"is_name": True}):
+                return {".".join(path)}
+            case inspect.VarTupleType(item_type=inner) | inspect.DictType(value_type=inner):
+                return find(inner, (*path, "*"))
+            case inspect.Metadata(type=inner):
+                return find(inner, path)
+            case inspect.UnionType(types=types):
+                return {name for inner in types for name in find(inner, (*path, "|"))}
+        return set()
+
+    assert len(NAMED) > 30
+    for kind in MESSAGES:
+        assert find(inspect.type_info(kind), ()) == {*list_name_fields(kind)}

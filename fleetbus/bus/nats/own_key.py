@@ -10,7 +10,7 @@ import msgspec
 
 from fleetbus.errors import UserError
 from fleetbus_schemas.message import UNREADABLE
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 
 
 class _Claims(msgspec.Struct):

@@ -12,8 +12,8 @@ from typing import Protocol
 from fleetbus.core.episode.history import Turn
 from fleetbus.core.episode.segments import SegmentError, fold_segments, hash_kept
 from fleetbus_schemas import GRADED, Action, EpisodeFinished, SegmentOrigin
+from fleetbus_schemas.names import is_name
 from fleetbus_schemas.seat import ELSEWHERE, MAX_SEATS
-from fleetbus_schemas.subjects import is_name
 from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, extend_history, unpack_ids, unpack_logprobs
 
 MAX_INT32 = 2**31 - 1

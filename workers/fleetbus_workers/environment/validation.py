@@ -13,8 +13,8 @@ import msgspec
 from fleetbus.core.algorithms.reward_components import MAX_COMPONENTS, MAX_NAME_CHARACTERS
 from fleetbus_schemas import ChatMessage, ContextChange, ToolSpec
 from fleetbus_schemas.chat import Role
+from fleetbus_schemas.names import is_name
 from fleetbus_schemas.seat import MAX_SEATS
-from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.environment.base import Ahead, Start, Step, TurnLimits, Verdict
 from fleetbus_workers.environment.failure_location import locate_method
 from fleetbus_workers.environment.normalization import to_plain_number

@@ -19,8 +19,8 @@ from fleetbus.client.sessions import SessionClient
 from fleetbus.core.episode.journal import Journal
 from fleetbus.log.actions import LAG_PAUSES_SECONDS
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, Task
+from fleetbus_schemas.names import is_name
 from fleetbus_schemas.session import SessionCallKind
-from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.environment.stepwise.journal_log import read_session_journal
 from fleetbus_workers.gateway.gym_wire import Request
 from fleetbus_workers.gateway.image_format import ImageFormat

@@ -21,7 +21,8 @@ from fleetbus.log.stored_entries import read_stored
 from fleetbus.recording import Recording
 from fleetbus_schemas import CheckpointStored, EpisodeRequested, Message, Subjects, TrainingFinished
 from fleetbus_schemas.channels import STORED
-from fleetbus_schemas.subjects import check_name, is_name
+from fleetbus_schemas.names import is_name
+from fleetbus_schemas.subjects import check_name
 from fleetbus_workers.learner.checkpoints import INDEX, Checkpoint, read_checkpoint
 from fleetbus_workers.replay.recorded_episode import RecordedEpisode
 from fleetbus_workers.replay.recorded_lineages import Lineage, find_settled, is_of_another

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 from fleetbus_workers.cli.look.episodes import FILTERS, check_outcome, matches
 from fleetbus_workers.cli.look.episodes import command as episodes_command
 from fleetbus_workers.cli.look.run_options import archive_option, reach_options, source_argument

@@ -12,7 +12,7 @@ from fleetbus.bus.base import CallBus
 from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS, decode_heartbeat
 from fleetbus.errors import NoResponders, RequestUnanswered
 from fleetbus_schemas import ANY_LANE, ControlAnswered, ControlRequested, Heartbeat, MalformedMessage, Subjects, decode, encode
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 
 ANSWER_SECONDS = 0.5
 """Time limit of asking an inference worker what it works on."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from fleetbus_schemas.names import is_name
 from fleetbus_schemas.seat import MAX_SEATS
-from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.observe.run.state import RunState
 from fleetbus_workers.observe.run.worker_registry import WorkerRow
 

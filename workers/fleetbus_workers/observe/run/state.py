@@ -29,8 +29,8 @@ from fleetbus_schemas import (
     OperationRecorded,
     StepTrained,
 )
+from fleetbus_schemas.names import is_name
 from fleetbus_schemas.seat import MAX_SEATS
-from fleetbus_schemas.subjects import is_name
 from fleetbus_workers.observe.run.league_table import LeagueTable
 from fleetbus_workers.observe.run.own_reward import show_own_reward
 from fleetbus_workers.observe.run.progress import Progress

@@ -3,7 +3,7 @@
 There is one model, the policy. Calls may name any, so any name is described.
 """
 
-from fleetbus_schemas.subjects import is_name
+from fleetbus_schemas.names import is_name
 from fleetbus_workers.environment.adapters.agent.dialects import gemini, messages, responses
 from fleetbus_workers.environment.adapters.agent.dialects.base import Dialect, InvalidCall
 
