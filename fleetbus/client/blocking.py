@@ -26,6 +26,8 @@ T = TypeVar("T")
 AUTH_VARIABLE = "FLEETBUS_NATS_AUTH"
 """As for all commands: the folder that `fleetbus auth init` wrote."""
 
+INTERRUPTED_SECONDS = 5.0
+
 _lock = threading.Lock()
 _open: dict[tuple[str, str], SharedClient] = {}
 
@@ -43,8 +45,22 @@ class SharedClient:
         return self._client.session(timeout=timeout)
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Run a coroutine function on the loop and wait for it, in a thread that has no loop running."""
-        return self._portal.call(function, *args)
+        """Run a coroutine function on the loop and wait for it, in a thread that has no loop running. Interrupted, as by
+        Ctrl-C, it cancels the call, and leaves it `INTERRUPTED_SECONDS` to release what it holds."""
+        ended = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await function(*args)
+            finally:
+                ended.set()
+
+        running = self._portal.start_task_soon(run)
+        try:
+            return running.result()
+        finally:
+            if running.cancel():  # else it is over
+                ended.wait(INTERRUPTED_SECONDS)
 
     async def wait(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """The same, awaited on an asyncio loop, which it never holds up. Cancelling it cancels the call."""
@@ -94,6 +110,7 @@ os.register_at_fork(after_in_child=_forget_parent)
 def _connect(url: str, run: str) -> SharedClient:
     with ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal("asyncio", backend_options={"use_uvloop": True}))
+        stack.callback(portal.call, portal.stop, True)  # the end of the process waits for no call
         client = stack.enter_context(open_client(portal, url, run))
         atexit.register(stack.pop_all().close)
     return SharedClient(portal, client)

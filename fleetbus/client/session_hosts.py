@@ -9,6 +9,7 @@ import anyio
 from fleetbus.bus.base import CallBus
 from fleetbus.concurrency.notifier import Notifier
 from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS, follow_heartbeats
+from fleetbus.errors import BusClosed
 from fleetbus_schemas import Heartbeat, Subjects
 
 MOST_HOSTS = 4096
@@ -25,18 +26,26 @@ class SessionHosts:
         """With when they were heard of last, in that order."""
         self._sent: dict[str, int] = {}
         self._heard = Notifier()
+        self._has_ended = False
 
     async def run(self) -> None:
         """Follow heartbeats until cancelled."""
-        await follow_heartbeats(self._bus, self._subject, self._on_heartbeat)
+        try:
+            await follow_heartbeats(self._bus, self._subject, self._on_heartbeat)
+        finally:
+            self._has_ended = True
+            self._heard.notify()
 
     async def choose(self, avoid: Collection[str] = ()) -> str:
-        """The best host that is not to be avoided; waits until there is one. The caller's cancel scope is what ends it."""
+        """The best host that is not to be avoided; waits until there is one. The caller's cancel scope is what ends it,
+        or `BusClosed` once `run` has ended: no host is heard of any more."""
         while True:
             worker = self._find_best(avoid)
             if worker is not None:
                 self._sent[worker] = self._sent.get(worker, 0) + 1  # until its next heartbeat counts it
                 return worker
+            if self._has_ended:
+                raise BusClosed("heartbeats are not followed any more")
             await self._heard.wait()
 
     def remove(self, worker: str) -> None:

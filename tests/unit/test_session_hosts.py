@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import pytest
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
 from fleetbus.client.session_hosts import MOST_HOSTS, SessionHosts
+from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS
+from fleetbus.errors import BusClosed
 from fleetbus_schemas import Heartbeat, Subjects, encode
 from tests.support.virtual_time import virtual_time
 
@@ -83,3 +86,13 @@ async def test_a_worker_with_less_than_no_slots_or_sessions_is_not_preferred_and
         for number in range(MOST_HOSTS + 9):
             hosts._on_heartbeat(Heartbeat(role="environment", worker=f"w{number}", session_slots=1))
         assert len(hosts._hosts) == MOST_HOSTS
+
+
+async def test_whoever_waits_for_a_worker_is_told_once_heartbeats_are_not_followed_any_more() -> None:
+    """Else the process that closes its connection waits as long as they would."""
+    with pytest.raises(BusClosed):
+        async with open_first_error_task_group() as waiting, listening() as (_, hosts):
+            waiting.start_soon(hosts.choose)
+            await anyio.wait_all_tasks_blocked()
+    with pytest.raises(BusClosed):
+        await hosts.choose()

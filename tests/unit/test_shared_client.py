@@ -130,3 +130,58 @@ def test_a_call_on_a_shared_loop_that_has_ended_says_that_it_is_closed() -> None
         client = SharedClient(portal, cast("Any", None))
     with pytest.raises(BusClosed, match="the connection is closed"):
         asyncio.run(client.wait(answer))
+
+
+def test_an_interrupted_call_is_cancelled_and_may_release_what_it_holds(
+    client: SharedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C in the middle of a trainer's batch: else a session that is being opened stays open."""
+    began, events, start = threading.Event(), [], client._portal.start_task_soon
+
+    async def hold() -> None:
+        began.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.05)
+                events.append("released")
+
+    def interrupt() -> None:
+        began.wait()
+        raise KeyboardInterrupt
+
+    def start_to_be_interrupted(function: Any) -> Any:
+        running = start(function)
+        monkeypatch.setattr(running, "result", interrupt)
+        return running
+
+    monkeypatch.setattr(client._portal, "start_task_soon", start_to_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.call(hold)
+    assert events == ["released"]
+
+
+LEFT_CALL = """
+import anyio, threading
+from contextlib import contextmanager
+from fleetbus.client import blocking
+
+@contextmanager
+def open_client(portal, url, run):
+    yield portal
+
+blocking.open_client = open_client
+client, began = blocking.get_shared_client("u", "r"), threading.Event()
+
+async def stay():
+    began.set()
+    await anyio.sleep_forever()
+
+threading.Thread(target=client.call, args=(stay,), daemon=True).start()
+began.wait()
+"""
+
+
+def test_the_end_of_a_process_waits_for_no_call() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", LEFT_CALL], capture_output=True, timeout=20, check=True)
