@@ -123,6 +123,31 @@ async def test_a_version_that_nobody_has_is_tried_for_a_minute_as_if_it_were_on_
             assert sampler.version == 1
 
 
+class Late(ScriptedSampler):
+    """Can have a version 20 s after it was tried first, or published."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrives: dict[int, float] = {0: 0.0}
+
+    async def load(self, policy: PolicyPublished) -> None:
+        if anyio.current_time() < self.arrives[policy.version]:
+            raise WeightsRejected("no such file")
+        await super().load(policy)
+
+
+async def test_a_worker_whose_files_arrive_later_than_the_next_version_is_some_behind_and_no_more() -> None:
+    """Each new version began its tries anew, and so none was ever loaded."""
+    sampler, server = Late(), MemoryServer()
+    server.declare(plan_run(RUN, lanes=2))
+    async with server.connect(RUN, worker="test") as bus, inference_worker(bus, RUN, sampler):
+        for version in range(60):
+            sampler.arrives[version] = anyio.current_time() + 20 * (version > 0)
+            await bus.publish(POLICY, encode(published(version)))
+            await anyio.sleep(8)
+            assert version < 9 or sampler.version >= version - 3
+
+
 async def ask(fleet: SmallDeployment) -> None:
     await fleet.request("e")
     await fleet.result("e")
@@ -133,6 +158,8 @@ async def test_its_heartbeat_says_which_version_it_lacks_while_it_answers() -> N
         await fleet.publish_policy(1)
         await fleet.heard(fleet.inference("i1", sampler=Choosy(1)), fleet.environment("e1"))
         with anyio.fail_after(60):
+            await fleet.until(lambda: fleet.beats["i1"].counters.get("versions_loaded") == 1)
+            assert "version 1" in fleet.beats["i1"].problem, "the newest is lacking, whatever was loaded instead"
             await ask(fleet)
         await anyio.sleep(120)
         assert fleet.beats["i1"].policy_version == 0

@@ -44,8 +44,8 @@ TRIES_AT_ONCE = 12
 """So many tries follow each other by the first of these, a minute; then the pauses double."""
 
 TRIES_OF_THE_NEWEST = 3
-"""After so many a worker loads the newest of those before, which it may have passed over: else it would answer nothing, or from
-the version that it had, while others go on."""
+"""After so many, of one version or of several that followed each other, a worker loads the newest of those before, which it may
+have passed over: else it would answer nothing, or from the version that it had, while others go on."""
 
 EARLIER_VERSIONS = 3
 """So many of those before are tried; the files of others are hardly there any more."""
@@ -176,6 +176,7 @@ class InferenceWorker:
         """
         wanted: PolicyPublished | None = None
         tries, pause, position = 0, math.inf, 0
+        rejected, looked_before = 0, 0  # tries since a newest one was loaded; before which position another was looked for
         while True:
             with anyio.move_on_after(pause if wanted is not None else math.inf):
                 await self._arrived.wait()
@@ -184,12 +185,14 @@ class InferenceWorker:
                 tries, position = 0, entry.sequence
                 self._handler.expect_version(self._first_position)
             if wanted is not None and await self._load_version(wanted):
-                wanted = None
+                wanted, rejected = None, 0
             elif wanted is not None:
-                tries += 1
+                tries, rejected = tries + 1, rejected + 1
                 pause = RELOAD_SECONDS if tries <= TRIES_AT_ONCE else min(2 * pause, LONGEST_RELOAD_SECONDS)
-                if tries == TRIES_OF_THE_NEWEST or (tries > TRIES_OF_THE_NEWEST and not self._ready.is_set()):
+                if rejected >= TRIES_OF_THE_NEWEST and (position != looked_before or not self._ready.is_set()):
+                    looked_before, problem = position, self._weights_problem
                     await self._load_earlier(wanted, position)
+                    self._weights_problem = problem  # the newest's
             self._handler.clear_expected_version()
 
     async def _load_earlier(self, newest: PolicyPublished, position: int) -> None:
