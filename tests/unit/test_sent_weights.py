@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from structlog.testing import capture_logs
 
-from fleetbus_workers.learner.disk_full import tell_full_disk
+from fleetbus_workers.learner.disk_full import detect_full_disk, tell_full_disk
 from fleetbus_workers.trainers.weights import SentWeights
 
 
@@ -136,3 +136,17 @@ def test_the_folder_whose_disk_is_full_is_told_also_where_it_is_not_made_yet(
         tell_full_disk([Path("/"), tmp_path / "out" / "deep"])
         tell_full_disk([Path("/")])
     assert [entry["folder"] for entry in logs] == [str(tmp_path / "out" / "deep")]
+
+
+def test_a_disk_that_is_away_is_not_told_as_full_and_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network disk's: the learner is to be ended all the same."""
+
+    def fail(_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr("shutil.disk_usage", fail)
+    with capture_logs() as logs:
+        tell_full_disk([tmp_path])
+    assert not logs
+    with pytest.raises(RuntimeError, match="the trainer's own"), detect_full_disk(tmp_path):
+        raise RuntimeError("the trainer's own")

@@ -34,9 +34,12 @@ async def retry_while_disk_full(runtime: Runtime, function: Callable[..., object
 
 
 def is_without_room(folder: Path) -> bool:
-    """True if the disk of ``folder``, or of the nearest folder above it that exists, is full."""
-    place = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
-    return shutil.disk_usage(place).free < _MIN_FREE_BYTES
+    """True if the disk of ``folder``, or of the nearest folder above it that exists, is full; one that is away is not."""
+    try:
+        place = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+        return shutil.disk_usage(place).free < _MIN_FREE_BYTES
+    except OSError:
+        return False
 
 
 def tell_full_disk(folders: Iterable[Path]) -> None:

@@ -153,9 +153,9 @@ class TrlRollouts:
                 self._learner.finish()
         finally:
             if self._handover is not None:
+                self._handover.close("the trainer has ended before the run's last step")
                 if not self._handover.is_complete:
                     tell_full_disk(self._folders)
-                self._handover.close("the trainer has ended before the run's last step")
             self._learner.cancel()
             self._weights.clear()
 
