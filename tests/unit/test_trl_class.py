@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall
+from fleetbus_workers.environment.adapters.mcp.trl_class import MAX_THREADS, TrlConnection
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.tool_calls import NoGrader
 
@@ -159,6 +161,27 @@ async def test_a_call_that_blocks_holds_nobody_up_and_is_given_up(tmp_path: Path
     assert time.monotonic() - started < 0.4
     assert "abandoned" in str(step.messages[0].content)
     assert (await environment.verify()).reward == 0.0, "it waits for the call"
+
+
+async def test_calls_after_one_that_was_given_up_take_no_thread_until_it_has_ended() -> None:
+    """A policy may try again in each of thousands of turns."""
+    released = threading.Event()
+
+    class Stuck:
+        def look(self) -> bool:
+            return released.wait(30)
+
+    connection = TrlConnection(Stuck, (), TASK, call_seconds=0.02, threads=anyio.CapacityLimiter(MAX_THREADS))
+    await connection.open()
+    assert (await connection.call_tool("look", {})).failed
+    before = threading.active_count()
+    for _ in range(20):
+        assert (await connection.call_tool("look", {})).failed
+    assert threading.active_count() == before
+    released.set()
+    with anyio.fail_after(5):
+        while (await connection.call_tool("look", {})).failed:
+            pass
 
 
 def test_a_method_that_trl_would_make_no_schema_of_is_refused_in_one_line(tmp_path: Path) -> None:

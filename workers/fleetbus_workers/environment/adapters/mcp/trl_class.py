@@ -26,7 +26,10 @@ CALLS = ("reset", "get_reward")
 """The calls of TRL's that are no tools."""
 
 MAX_THREADS = 1024
-"""Of all these environments together: one each, and those of calls that were given up."""
+"""Of all these environments together, one each; those of calls that were given up are not counted."""
+
+POLL_SECONDS = 0.05
+"""Between looks for the end of a call that was given up."""
 
 
 def build_from_trl_class(context: AdapterContext, kind: type) -> Factory:
@@ -101,6 +104,9 @@ class TrlConnection:
     async def _run(self, function: Callable[[], Any]) -> Any:
         if inspect.iscoroutinefunction(function.func if isinstance(function, partial) else function):
             return await function()
+
+        while self._lock.locked():  # noqa: ASYNC110 - held by a call that was given up: hundreds of threads would wait for it
+            await anyio.sleep(POLL_SECONDS)
 
         def call() -> Any:
             with self._lock:
