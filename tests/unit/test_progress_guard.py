@@ -290,13 +290,25 @@ def test_a_secret_is_taken_out_of_what_the_policy_writes_before_that_is_cut() ->
         assert "ghp_a1" not in note_unread(Conclusion(outcome="truncated", error_class="turns"), [turn]).note
 
 
-@pytest.mark.parametrize("kind", ["turns", "tokens"])
-def test_a_note_takes_one_line_of_the_screen_whatever_it_holds(kind: str) -> None:
+def test_episodes_whose_tokens_are_used_up_without_a_call_are_no_shortage_of_tokens() -> None:
+    """In many turns, of which nothing is said but that no call could be read."""
     guard = ProgressGuard(LIMITS, 0.0)
-    note = f"{NO_CALL_READ}\nlearner: TRAINED\x1b[2J\n" + "x" * 100_000
+    turn = Turn(action=Action(episode_id="e", attempt=1, turn=0, text="I think"), lane="l", sequence=1)
+    note = note_unread(Conclusion(outcome="truncated", error_class="tokens"), [turn] * 9).note
+    fields: dict[str, Any] = {"error_class": "tokens", "error": "", "error_location": "", "reward": 0.0, "turns": 9}
+    for number in range(20):
+        guard.apply(finished(number, "truncated", note=note, **fields), 0.0)
+    (line,) = guard.take_lines(0.0)
+    assert "called no tool" in line
+
+
+@pytest.mark.parametrize(("kind", "beginning"), [("turns", NO_CALL_READ), ("tokens", "its tokens were used up")])
+def test_a_note_takes_one_line_of_the_screen_whatever_it_holds(kind: str, beginning: str) -> None:
+    guard = ProgressGuard(LIMITS, 0.0)
+    note = f"{beginning}\nlearner: TRAINED\x1b[2J\n" + "x" * 100_000
     for number in range(20):
         fields: dict[str, Any] = {"error_class": kind, "reward": 0.0, "turns": 1, "note": note}
         guard.apply(finished(number, "truncated", error="", error_location="", **fields), 0.0)
-    for line in guard.take_lines(0.0):
-        assert "\n" not in line
-        assert len(line) < 1000
+    (line,) = guard.take_lines(0.0)
+    assert "\n" not in line
+    assert len(line) < 1000

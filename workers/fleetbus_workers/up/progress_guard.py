@@ -218,7 +218,8 @@ class ProgressGuard:
         """Say once that most episodes end in their first turns for want of tokens: nothing is learned from those."""
         self._graded += 1
         is_short = message.error_class == "tokens" or (message.error_class == "seat_tokens" and message.turns <= FEW_TURNS)
-        self._short += message.outcome == "truncated" and is_short and bool(message.note)
+        has_said_so = bool(message.note) and not message.note.startswith(NO_CALL_READ)
+        self._short += message.outcome == "truncated" and is_short and has_said_so
         if self._short >= MANY_SHORT and 2 * self._short > self._graded and not self._is_shortage_said:
             self._is_shortage_said = True
             limit = "episode.max_episode_tokens" if message.error_class == "tokens" else "the seat's max_tokens"
