@@ -16,7 +16,7 @@ import pytest
 from fleetbus.client.blocking import SharedClient
 from fleetbus.client.sessions import SessionFailed, SessionUnavailable
 from fleetbus.errors import UserError
-from fleetbus_schemas import ChatMessage, Image, SessionAnswer, Task, ToolCall, ToolOutput, ToolSpec
+from fleetbus_schemas import ChatMessage, Image, SessionAnswer, SessionCall, Task, ToolCall, ToolOutput, ToolSpec, encode
 from fleetbus_workers.trainers.sampled_episode import EpisodeSource
 from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded, EpisodeUnanswered
 from fleetbus_workers.trainers.trl_environment import FleetbusEnvironments
@@ -68,6 +68,38 @@ class FakeSession:
 class AwaySession(FakeSession):
     async def request(self, kind: str, task: Task | None = None, tool_calls: Sequence[ToolCall] = ()) -> SessionAnswer:
         raise SessionUnavailable("no answer to open within 600 s: no free slot")
+
+
+class SilentSession(FakeSession):
+    """Answers until the first step."""
+
+    async def _take(self, turn: str | ToolCall) -> SessionAnswer:
+        self.turns.append(turn)
+        raise SessionUnavailable("no answer to step within 600 s")
+
+
+class EncodingSession(FakeSession):
+    """Encodes what it is told, as a real one does."""
+
+    async def _take(self, turn: str | ToolCall) -> SessionAnswer:
+        told = {"tool_calls": (turn,)} if isinstance(turn, ToolCall) else {"text": turn}
+        encode(SessionCall(session="s", call="step", key="0", **told))  # type: ignore[arg-type]
+        return await super()._take(turn)
+
+
+class MeetingSession(FakeSession):
+    """The first close ends once another one has begun."""
+
+    closing = 0
+    met: anyio.Event
+
+    async def close(self) -> None:
+        MeetingSession.closing += 1
+        if MeetingSession.closing == 1:
+            MeetingSession.met = anyio.Event()
+            with anyio.fail_after(5):
+                await MeetingSession.met.wait()
+        MeetingSession.met.set()
 
 
 class FakeClient:
@@ -182,10 +214,61 @@ def test_an_episode_that_fails_has_no_reward_and_leaves_the_others_theirs(
     assert failing.closed == 1
 
 
-def test_a_batch_of_failures_ends_the_trainer_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_alone_end_the_trainer_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fleetbus_workers.trainers.trl_environment.FAILED_IN_A_ROW", 2)
     environments, made = make(monkeypatch, FakeSession(fails=1), FakeSession(fails=1), count=2)
-    with pytest.raises(RuntimeError, match=r"no episode of 2 was played: .*the server is gone"):
+    with pytest.raises(RuntimeError, match=r"no episode of the last 2 was played: .*the server is gone"):
         environments.reward([say("7"), say("7")], made)
+
+
+def test_failures_of_one_small_batch_after_another_end_the_trainer_unless_an_episode_is_played(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of several processes each is given its own rows alone, which may be one."""
+    monkeypatch.setattr("fleetbus_workers.trainers.trl_environment.FAILED_IN_A_ROW", 3)
+    faults = [1, 1, 0, 1, 1, 1]
+    environments, made = make(monkeypatch, *(FakeSession(fails=fault) for fault in faults), count=len(faults))
+    for environment in made[:-1]:
+        environments.reward([say("7")], [environment])
+    with pytest.raises(RuntimeError, match="no episode of the last 3 was played"):
+        environments.reward([say("7")], made[-1:])
+
+
+def test_a_last_answer_that_cannot_be_sent_fails_its_episode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = EncodingSession()
+    environments, made = make(monkeypatch, session, FakeSession(), count=2)
+    assert environments.reward([say("\ud800"), say("7")], made) == [None, 1.0]
+    assert "cannot be encoded" in made[0].failure
+    assert session.closed == 1
+
+
+@pytest.mark.parametrize("value", [10**30, "\ud800"])
+def test_arguments_that_cannot_be_sent_are_a_mistake_of_the_policy_s(monkeypatch: pytest.MonkeyPatch, value: object) -> None:
+    environments, (environment,) = make(monkeypatch, EncodingSession())
+    with pytest.raises(ValueError, match="these arguments cannot be sent"):
+        environment.find(name=value)
+    assert environment.find(name="nail") == "1"
+    assert environments.reward([say("7")], [environment]) == [1.0]
+
+
+def test_no_worker_is_waited_for_once_two_calls_of_a_batch_were_unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = [SilentSession() for _ in range(5)]
+    _, made = make(monkeypatch, *sessions, count=4)
+    for environment in made:
+        with pytest.raises(EpisodeUnanswered):
+            environment.find(name="nail")
+    assert [len(session.turns) for session in sessions[:4]] == [1, 1, 0, 0]
+    made[0].reset(task_key="t")
+    with pytest.raises(EpisodeUnanswered, match="no answer to step"):
+        made[0].find(name="nail")
+
+
+def test_episodes_that_nobody_graded_are_closed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for half a minute where the server is away."""
+    MeetingSession.closing = 0
+    environments, _ = make(monkeypatch, MeetingSession(), MeetingSession(), count=2)
+    environments.close()
+    assert MeetingSession.closing == 2
 
 
 def test_an_episode_that_does_not_begin_is_begun_again_and_then_has_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:

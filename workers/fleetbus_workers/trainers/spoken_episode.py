@@ -33,7 +33,7 @@ class SpokenEpisode:
     def __init__(self, source: EpisodeSource, task: Task) -> None:
         self._source, self._task = source, task
         self._session: Session = source.client.session(timeout=source.timeout)
-        self._is_open = False
+        self.is_open = False
         self.turn_rewards: list[float] = []
         self.tools: tuple[ToolSpec, ...] = ()
         self.prompted = 0
@@ -46,7 +46,7 @@ class SpokenEpisode:
 
     async def start(self) -> tuple[ChatMessage, ...]:
         """The messages that the policy sees first. Raises `EpisodeExcluded`."""
-        self._is_open = True
+        self.is_open = True
         await self._call(partial(self._session.request, "open", task=self._task))
         answer = await self._call(self._session.reset)
         self.tools, self.prompted = answer.tools, answer.prompted
@@ -89,9 +89,9 @@ class SpokenEpisode:
 
     async def close(self) -> None:
         """Release the environment; harmless when repeated, or before the start."""
-        if not self._is_open:
+        if not self.is_open:
             return
-        self._is_open = False
+        self.is_open = False
         with anyio.CancelScope(shield=True):  # bounded by the close's own limit
             await self._source.client.wait(self._session.close)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import structlog
 
-from fleetbus.errors import UserError
-from fleetbus_schemas import ChatMessage, ToolSpec
+from fleetbus.errors import FleetbusError, UserError
+from fleetbus_schemas import ChatMessage, MalformedMessage, ToolSpec
 from fleetbus_workers.trainers.sampled_episode import EpisodeSource
 from fleetbus_workers.trainers.spoken_episode import EpisodeExcluded, EpisodeUnanswered, SpokenEpisode, join_texts
 from fleetbus_workers.trainers.trl_tools import build_methods
@@ -26,12 +26,17 @@ OVER = "The episode is over."
 DONE = " <done>"
 """The end of a last answer, as environments are told it whose own prompt, which TRL's model does not see, asks for it."""
 
+UNANSWERED_CALLS = 2
+"""After so many in a row no worker is waited for in the batch: TRL makes one call after another."""
+
 
 class TrlEnvironment:
     """One episode after another, as TRL resets it. Subclasses have a method per tool; TRL takes each public one for a tool.
     ``failure`` says why the present episode has no reward; empty if it may have one."""
 
     _tools: tuple[ToolSpec, ...] = ()
+    _unanswered = 0
+    """Calls in a row of all environments of the class."""
 
     def __init__(self, source: EpisodeSource) -> None:
         self._source = source
@@ -54,6 +59,7 @@ class TrlEnvironment:
         except EpisodeExcluded as excluded:
             self._fail(excluded)
             return ""
+        type(self)._unanswered = 0
         self._check_tools(task_key, self._episode)
         try:
             return _read_start(messages[self._episode.prompted :])
@@ -67,16 +73,24 @@ class TrlEnvironment:
             raise UserError(f"task {key} has tools {tools}, and others of its env_key have {expected}: give it another env_key")
 
     def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The tool's output. Raises `EpisodeExcluded`, which TRL shows to the model: the episode has no reward any more."""
+        """The tool's output. Raises `EpisodeExcluded`, which TRL shows to the model: the episode has no reward any more; and
+        `ValueError` for arguments that no message can carry, which is the model's own mistake."""
         if self.failure or self._episode is None:
             raise EpisodeExcluded(self.failure or "the episode has not begun")
         if self._episode.is_over:
             return OVER
         try:
-            return self._source.client.call(self._take_turn, self._episode, name, dict(arguments))
+            if self._unanswered >= UNANSWERED_CALLS:
+                raise EpisodeUnanswered("no environment worker answered other calls of the batch")
+            said = self._source.client.call(self._take_turn, self._episode, name, dict(arguments))
+        except MalformedMessage as malformed:
+            raise ValueError(f"these arguments cannot be sent: {malformed.reason}") from malformed
         except Exception as error:
+            type(self)._unanswered += isinstance(error, EpisodeUnanswered)
             self._fail(error)
             raise
+        type(self)._unanswered = 0
+        return said
 
     async def _take_turn(self, episode: SpokenEpisode, name: str, arguments: dict[str, Any]) -> str:
         if not episode.tools:
@@ -95,8 +109,8 @@ class TrlEnvironment:
             return None
         try:
             return None if self.failure else await _grade(episode, completion[-1] if completion else {})
-        except EpisodeExcluded as excluded:
-            self._fail(excluded)
+        except (FleetbusError, MalformedMessage) as error:
+            self._fail(error)
             return None
         finally:
             await episode.close()
