@@ -244,6 +244,13 @@ class Words(gymnasium.Space[str]):
         return isinstance(x, str)
 
 
+class Moves(gymnasium.Space[Any]):
+    """Looks into an action before it knows what it is."""
+
+    def contains(self, x: Any) -> bool:
+        return x["move"] in ("left", "right")
+
+
 class Echo(gymnasium.Env[object, Any]):
     observation_space: gymnasium.Space[Any] = gymnasium.spaces.Discrete(1)
 
@@ -258,6 +265,11 @@ def test_where_an_action_is_a_text_what_was_said_is_the_action(space: gymnasium.
     assert [parse_action(text, environment, ()) for text in said] == ["click('12')", "click", "12", "7"]
     assert is_of_text(space)
     assert not is_of_text(gymnasium.spaces.Box(0, 1)) and not is_of_text(gymnasium.spaces.Dict())
+
+
+def test_a_space_that_fails_at_a_text_holds_none() -> None:
+    """It was asked at the beginning of each episode, which failed."""
+    assert not is_of_text(Moves())
 
 
 def test_a_text_that_its_space_does_not_hold_is_no_action() -> None:

@@ -88,7 +88,10 @@ def is_of_text(space: gymnasium.Space[Any]) -> bool:
     """True if the actions of a space are texts: Gymnasium's own such space, or a class of a package that holds any text."""
     if type(space).__module__.startswith("gymnasium."):
         return isinstance(space, gymnasium.spaces.Text)
-    return space.dtype is None and space.shape is None and space.contains("text")
+    try:
+        return space.dtype is None and space.shape is None and bool(space.contains("text"))
+    except Exception:  # noqa: BLE001 - a package's space may expect its own actions alone
+        return False
 
 
 def _build_action(space: gymnasium.Space[Any], value: Any) -> object:
