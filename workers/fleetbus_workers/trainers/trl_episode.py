@@ -54,7 +54,7 @@ class TrlEnvironment:
             self._episode, messages = self._source.client.call(begin, self._source, task_key)
         except EpisodeUnanswered as error:
             raise EpisodeUnanswered(
-                f"{error}; TRL begins a batch of episodes at once, and each takes a slot of a worker"
+                f"{error}; TRL begins a batch of episodes at once, and each takes one of environment.session_slots"
             ) from error
         except EpisodeExcluded as excluded:
             self._fail(excluded)
