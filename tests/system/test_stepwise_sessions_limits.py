@@ -114,6 +114,16 @@ async def test_a_step_that_takes_too_long_ends_its_session() -> None:
             assert (failed.value.answer.end, failed.value.answer.error_class) == ("timeout", "step_timeout")
 
 
+async def test_a_session_in_a_step_that_paces_itself_is_no_orphan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ended while it stepped, once that took longer than any other call may, and a rest."""
+    monkeypatch.setattr(CountingEnvironment, "paces_itself", True, raising=False)
+    async with session_fixture(step=100, idle=200, episode=3600) as here:
+        here.worker("e1", World(step_seconds=3000))
+        async with here.client.open(TASK, timeout=4000) as session:
+            await session.reset()
+            assert read_text(await session.step("slow")) == "1: slow"
+
+
 async def test_a_step_of_an_environment_that_paces_itself_may_take_as_long_as_its_episode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

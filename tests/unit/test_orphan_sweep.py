@@ -22,6 +22,10 @@ LIMITS = LimitSettings(idle=60, open=1, reset=1, step=1, verify=1)
 anyio_backend = virtual_time
 
 
+def get_step_seconds(_: Journal) -> float:
+    return LIMITS.step
+
+
 class NothingStored(Faults):
     """While ``is_losing`` nothing that is sent arrives."""
 
@@ -48,7 +52,9 @@ async def test_an_orphan_whose_end_was_not_stored_is_ended_by_a_later_sweep() ->
             claim = SessionClaimed(session=session, attempt=1, worker="gone", nonce=session, task=Task(key="t"))
             await bus.publish(S.session(session), encode(claim))
         faults.is_losing = True
-        tasks.start_soon(OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release).run)
+        tasks.start_soon(
+            OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release, find_step_seconds=get_step_seconds).run
+        )
         await anyio.sleep(300)
         faults.is_losing = False
         await anyio.sleep(300)
@@ -89,7 +95,9 @@ async def test_an_orphan_whose_end_was_stored_without_an_answer_is_released_once
             end = SessionEnded(session="a", end="orphaned", worker="other")
             await setup.publish(S.session("a"), encode(end), expected_last=stored.sequence)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release).run)
+            tasks.start_soon(
+                OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release, find_step_seconds=get_step_seconds).run
+            )
             await anyio.sleep(600)
             tasks.cancel_scope.cancel()
     assert (faults.lost > 0) == (ended_by == "w")
@@ -117,10 +125,29 @@ async def test_a_full_log_is_asked_once_in_a_sweep_however_many_orphans_there_ar
         await anyio.sleep(200)
         with monkeypatch.context() as patched:
             patched.setattr(bus, "publish", refuse)
-            tasks.start_soon(OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release).run)
+            tasks.start_soon(
+                OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release, find_step_seconds=get_step_seconds).run
+            )
             await anyio.sleep(sweep_seconds * sweeps)
         assert 1 < len(asked) <= sweeps
         await anyio.sleep(sweep_seconds)
         ended = [(await read_session_journal(bus, S, f"s{number}")).ended for number in range(50)]
         tasks.cancel_scope.cancel()
     assert all(ended)
+
+
+async def test_a_session_that_may_still_be_in_a_step_is_no_orphan() -> None:
+    async with MemoryServer().connect("r", worker="w") as bus, anyio.create_task_group() as tasks:
+        await bus.declare(plan_run("r", lanes=1))
+        claim = SessionClaimed(session="a", attempt=1, worker="busy", nonce="a", task=Task(key="t"))
+        await bus.publish(S.session("a"), encode(claim))
+
+        async def release(_: Journal) -> None: ...
+
+        sweep = OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release, find_step_seconds=lambda _: 1000.0)
+        tasks.start_soon(sweep.run)
+        await anyio.sleep(1000)
+        assert (await read_session_journal(bus, S, "a")).ended is None
+        await anyio.sleep(200)
+        assert (await read_session_journal(bus, S, "a")).ended is not None
+        tasks.cancel_scope.cancel()

@@ -25,6 +25,13 @@ _LIMITS = {"state": "step", "make": "open"}
 """The limits of stages that have none of their own name."""
 
 
+def find_step_limit(environment: Environment, limits: LimitSettings) -> tuple[float, str]:
+    """The seconds that a step of this environment may take, and the name of that limit."""
+    if getattr(environment, "paces_itself", False):  # `PacesItself`, whose check as a protocol takes longer than a turn may
+        return limits.episode, "episode"
+    return limits.step, "step"
+
+
 class EpisodeEnded(Exception):
     """The episode is over, for a reason that is not the policy's. ``location`` is the place in the environment's own code."""
 
@@ -76,9 +83,8 @@ class Stages:
 
     def limit_step(self, environment: Environment, limits: LimitSettings) -> AbstractContextManager[None, None]:
         """The same for a step of an environment."""
-        if getattr(environment, "paces_itself", False):  # `PacesItself`, whose check as a protocol takes longer than a turn may
-            return self.time_limit("step", limits.episode, limit="episode")
-        return self.time_limit("step", limits.step)
+        seconds, name = find_step_limit(environment, limits)
+        return self.time_limit("step", seconds, limit=name)
 
     def count(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + 1.0

@@ -24,7 +24,7 @@ from fleetbus.core.episode.journal import Journal, build_refusal
 from fleetbus.errors import BusClosed, BusError, RequestUnanswered
 from fleetbus_schemas import MalformedMessage, SessionAnswer, SessionCall, SessionClaimed, decode, encode
 from fleetbus_schemas.session import SessionEnd
-from fleetbus_workers.environment.episode.stages import Superseded
+from fleetbus_workers.environment.episode.stages import Superseded, find_step_limit
 from fleetbus_workers.environment.stepwise.journal_log import LogUnavailable, append
 from fleetbus_workers.environment.stepwise.journal_reads import JournalReads
 from fleetbus_workers.environment.stepwise.orphan_sweep import OrphanSweep
@@ -99,7 +99,12 @@ class SessionHost:
         arrive."""
         context = self._context
         sweep = OrphanSweep(
-            context.bus, context.subjects, worker=context.worker, limits=context.limits, release=partial(release_held, context)
+            context.bus,
+            context.subjects,
+            worker=context.worker,
+            limits=context.limits,
+            release=partial(release_held, context),
+            find_step_seconds=partial(_find_step_seconds, context),
         )
         async with context.bus.serve(context.subjects.rpc(context.worker, "*")) as server:
             self.serving = True
@@ -374,3 +379,14 @@ class SessionHost:
 def _forget_call() -> None:
     """The task is used again, for a call of another session."""
     structlog.contextvars.unbind_contextvars("session", "call_key")
+
+
+def _find_step_seconds(context: WorkerContext, journal: Journal) -> float:
+    """The longest that a step of a session may take; as long as any may where its environment cannot be made here."""
+    if journal.claim is None:
+        return context.limits.step
+    try:
+        return find_step_limit(context.make(journal.claim.task), context.limits)[0]
+    except Exception as error:  # noqa: BLE001 - a class of a user's may fail in any way
+        log.warning("environment of a session cannot be made", session=journal.claim.session, reason=str(error))
+        return max(context.limits.step, context.limits.episode)

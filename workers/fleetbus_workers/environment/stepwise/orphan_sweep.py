@@ -1,7 +1,7 @@
 """Ends orphaned sessions: their worker has exited and their client has not called since. They get a tombstone.
 
-A hosted session ends at its own idle limit, so one without entries for longer is orphaned. Every worker sweeps;
-compare-and-set lets one of them write, and none of them if the session has moved.
+A hosted session ends at its own idle limit, so one without entries for longer than that and its longest call is orphaned. Every
+worker sweeps; compare-and-set lets one of them write, and none of them if the session has moved.
 """
 
 from collections.abc import Awaitable, Callable
@@ -23,7 +23,8 @@ log = structlog.get_logger()
 
 class OrphanSweep:
     """Follows the journals of a run; ``open`` holds the last sequence and time of each session that has not ended. ``release``
-    is called with each journal that got its tombstone here: its environment may hold something elsewhere."""
+    is called with each journal that got its tombstone here: its environment may hold something elsewhere. ``find_step_seconds``
+    says how long a step of a session's environment may take."""
 
     def __init__(
         self,
@@ -33,11 +34,14 @@ class OrphanSweep:
         worker: str,
         limits: LimitSettings,
         release: Callable[[Journal], Awaitable[None]],
+        find_step_seconds: Callable[[Journal], float],
     ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._worker = worker
         self._release = release
+        self._idle_seconds = limits.idle
+        self._find_step_seconds = find_step_seconds
         self._orphan_seconds = limits.idle + max(limits.open, limits.reset, limits.step, limits.verify) + MARGIN_SECONDS
         self._position = 1
         self._open: dict[str, tuple[int, int]] = {}
@@ -72,20 +76,23 @@ class OrphanSweep:
     async def _end_orphans(self) -> None:
         latest_ns = self._bus.now_ns() - int(self._orphan_seconds * 1e9)
         for session, (sequence, time_ns) in list(self._open.items()):
-            if time_ns < latest_ns:
-                await self._end(session, sequence)  # what the log refuses of one it refuses of all
+            if time_ns < latest_ns and await self._end(session, sequence, time_ns):  # the log refuses all, or none
                 self._open.pop(session)  # a newer entry is read with the next sweep
 
-    async def _end(self, session: str, sequence: int) -> None:
-        """Store its tombstone, if its last entry is still that one."""
+    async def _end(self, session: str, sequence: int, time_ns: int) -> bool:
+        """Store its tombstone, if its last entry is still that one; False if it may still be in a step."""
         entry = SessionEnded(
             session=session, end="orphaned", error="no client called it within the limits", worker=self._worker
         )
         try:
             journal = await read_session_journal(self._bus, self._subjects, session)
+            longest_seconds = self._idle_seconds + self._find_step_seconds(journal) + MARGIN_SECONDS
+            if self._bus.now_ns() - time_ns <= longest_seconds * 1e9:
+                return False
             self._unanswered.add(session)
             await self._bus.publish(self._subjects.session(session), encode(entry), expected_last=sequence)
             self._unanswered.discard(session)
             await self._release(journal)
         except SequenceConflict:
             log.debug("session journal has changed; leaving it", session=session)
+        return True
