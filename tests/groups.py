@@ -60,6 +60,11 @@ def lacks_browser() -> str:
     return "" if any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")) else "no chromium"
 
 
+def lacks_worlds() -> str:
+    missing = [name for name in ("chromium", "java") if shutil.which(name) is None]
+    return f"no {' and no '.join(missing)}" if missing else ""
+
+
 def lacks_gpu() -> str:
     return "" if shutil.which("nvidia-smi") else "no GPU"
 
@@ -84,6 +89,7 @@ GROUPS = {
     "trl": Group("test-trl", 30),
     "openenv": Group("test-openenv", 20),
     "foreign": Group("test-foreign", 120, lacks_verifiers),
+    "worlds": Group("test-worlds", 40, lacks_worlds),
     "sinks": Group("test-sinks", 20),
     "api": Group("test-api", 30),
     "games": Group("test-games", 20),
