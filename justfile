@@ -1,5 +1,8 @@
 # Recipes for developers; every line is a plain command, so `just` itself is optional.
 
+# uv finds the wheels that pip is told of, too
+uv_install := 'UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}" .venv-lock/bin/uv pip install -q'
+
 # Show the recipes
 default:
     @just --list --unsorted
@@ -117,26 +120,15 @@ test-clients *arguments:
     .venv-vagen/bin/pip install -q fastapi httpx numpy pillow uvicorn
     .venv/bin/pytest -n0 -q -s -m clients tests/clients/test_kills.py {{arguments}}
 
-# verl, tinker-cookbook, OpenRLHF, ms-swift, ART and SkyRL (Python 3.12): their own loops on environments under kills, what samples is scripted; each from a separate
-# environment, with no more than what these loops import
+# verl, tinker-cookbook, OpenRLHF, ms-swift, ART, prime-rl's verifiers, and SkyRL (Python 3.12, beside the others): their own loops on environments under kills,
+# what samples is scripted; no more is installed than what these loops import
 test-trainers *arguments:
-    test -d .venv-verl || python3 -m venv .venv-verl
-    .venv-verl/bin/pip install -q --no-deps verl==0.9.1
-    .venv-verl/bin/pip install -q -c constraints.txt -e '.[torch]' cachetools codetiming datasets fastapi hydra-core orjson pandas pillow 'ray>=2.41' regex tensordict==0.10.0 uvicorn
-    test -d .venv-tinker_cookbook || python3 -m venv .venv-tinker_cookbook
-    .venv-tinker_cookbook/bin/pip install -q --no-deps tinker-cookbook==0.6.1
-    .venv-tinker_cookbook/bin/pip install -q -c constraints.txt -e '.[torch]' 'chz>=0.4' 'tinker>=0.38' blobfile datasets pillow
-    test -d .venv-openrlhf || python3 -m venv .venv-openrlhf
-    .venv-openrlhf/bin/pip install -q --no-deps openrlhf==0.11.2
-    .venv-openrlhf/bin/pip install -q -c constraints.txt -e '.[torch]' aiohttp pylatexenc
-    test -d .venv-ms_swift || python3 -m venv .venv-ms_swift
-    .venv-ms_swift/bin/pip install -q --no-deps ms-swift==4.6.0
-    .venv-ms_swift/bin/pip install -q -c constraints.txt -e '.[torch]' datasets json-repair modelscope peft pillow
-    test -d .venv-art || python3 -m venv .venv-art
-    .venv-art/bin/pip install -q --no-deps openpipe-art==0.5.18
-    .venv-art/bin/pip install -q -e . 'litellm<=1.82.0' 'openai>=2.14' polars python-dotenv tqdm
+    test -x .venv-lock/bin/uv || (python3 -m venv .venv-lock && .venv-lock/bin/pip install -q uv==0.13.9)
+    test -d .venv-trainers || python3 -m venv .venv-trainers
+    {{uv_install}} --python .venv-trainers/bin/python --no-deps verl==0.9.1 tinker-cookbook==0.6.1 openrlhf==0.11.2 ms-swift==4.6.0 openpipe-art==0.5.18
+    {{uv_install}} --python .venv-trainers/bin/python -c constraints.txt -e '.[torch]' aiohttp blobfile cachetools 'chz>=0.4' codetiming datasets fastapi hydra-core json-repair 'litellm<=1.82.0' modelscope 'openai>=2.14' orjson pandas peft pillow polars pylatexenc python-dotenv 'ray>=2.41' regex tensordict==0.10.0 'tinker>=0.38' tqdm uvicorn verifiers==0.4.0
     for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-skyrl_generator || "$each" -m venv .venv-skyrl_generator || true; done
-    .venv-skyrl_generator/bin/pip install -q -c constraints.txt -e . torch skyrl==0.4.0 skyrl-gym==0.4.0 accelerate aiohttp fastapi func_timeout hydra-core jaxtyping loguru omegaconf orjson polars pybase64 ray==2.57.0 tensordict torchdata uvicorn
+    {{uv_install}} --python .venv-skyrl_generator/bin/python -c constraints.txt -e . torch skyrl==0.4.0 skyrl-gym==0.4.0 accelerate aiohttp fastapi func_timeout hydra-core jaxtyping loguru omegaconf orjson polars pybase64 ray==2.57.0 tensordict torchdata uvicorn
     .venv/bin/pytest -n0 -q -s -m clients tests/clients/test_trainers.py {{arguments}}
 
 # The real TensorBoard, Weights & Biases, MLflow and Trackio, in a separate environment: they have many dependencies

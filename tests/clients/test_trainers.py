@@ -1,5 +1,5 @@
 """Other trainers' own loops play on while environment workers are killed and connections cut: each row is whole, and no step
-of it was lost or executed twice. Opt-in (`just test-trainers`): each trainer lives in an environment of its own.
+of it was lost or executed twice. Opt-in (`just test-trainers`): the trainers live in an environment of their own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from tests.support.gateway_processes import SUBJECTS
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("trainer", ["verl", "skyrl_generator", "tinker_cookbook", "openrlhf", "ms_swift", "art"])
+@pytest.mark.parametrize(
+    ("trainer", "interpreter"),
+    [
+        *((trainer, "trainers") for trainer in ("verl", "tinker_cookbook", "openrlhf", "ms_swift", "art", "prime_rl")),
+        ("skyrl_generator", "skyrl_generator"),
+    ],
+)
 async def test_a_trainer_s_rows_are_whole_and_no_step_is_lost_or_doubled(
-    tmp_path: Path, record_property: Any, trainer: str
+    tmp_path: Path, record_property: Any, trainer: str, interpreter: str
 ) -> None:
-    python = find_python(trainer)
+    python = find_python(interpreter)
     tasks = tmp_path / "tasks.json"
     config = {"steps": STEPS, "seconds": STEP_SECONDS}
     tasks.write_text(json.dumps([{"key": "t", "prompt": "Count.", "env_key": "x", "config": config}]))
