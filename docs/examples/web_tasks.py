@@ -16,7 +16,7 @@ mouse_click(X, Y), scroll(X, Y), noop(). An element's ID stands in brackets befo
 
 class MiniWob:
     """One episode. The task's config has `id`, as in click-button, and may have `kwargs` of BrowserGym's environment, as
-    {"timeout": 60000}; its seed selects the page."""
+    {"timeout": 60000}, and `action_timeout`, the milliseconds of an action; its seed selects the page."""
 
     replayable = False  # the same actions need not show the same picture: a caret blinks, a page takes its time
 
@@ -28,8 +28,10 @@ class MiniWob:
         from browsergym.core.action.highlevel import HighLevelActionSet
 
         actions = HighLevelActionSet("miniwob_all")
+        patience = f"timeout={task.config.get('action_timeout', 500)}"  # BrowserGym's own is written into its actions
         self.seed, self.total = task.seed, 0.0
-        arguments = {"action_mapping": actions.to_python_code} | task.config.get("kwargs", {})
+        arguments = {"action_mapping": lambda text: actions.to_python_code(text).replace("timeout=500", patience)}
+        arguments |= task.config.get("kwargs", {})
         self.page = gymnasium.make(f"browsergym/miniwob.{task.config['id']}", **arguments)
 
     def reset(self) -> Start:

@@ -32,7 +32,7 @@ ALONE = Path(__file__).with_name("worlds_alone.py")
 SPECS = {"miniwob": f"pool:{EXAMPLES}/web_tasks.py:MiniWob", "scienceworld": f"{EXAMPLES}/science.py:Science"}
 NEEDS = {"miniwob": "browsergym", "scienceworld": "scienceworld"}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "miniwob": {"id": "click-button", "kwargs": PATIENT},
+    "miniwob": {"id": "click-button", **PATIENT},
     "scienceworld": {"name": "find-plant", "variation": 0},
 }
 KEPT = ("chrom", "java", "playwright")

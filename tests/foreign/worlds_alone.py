@@ -24,7 +24,9 @@ def open_page(config: dict[str, Any], seed: int) -> tuple[Any, Any]:
     from browsergym.core.action.highlevel import HighLevelActionSet
 
     actions = HighLevelActionSet("miniwob_all")
-    arguments = {"action_mapping": actions.to_python_code, **config["kwargs"]}
+    patience = f"timeout={config['action_timeout']}"  # not the half second of BrowserGym's actions: the machine is busy
+    arguments = {"action_mapping": lambda text: actions.to_python_code(text).replace("timeout=500", patience)}
+    arguments |= config["kwargs"]
     page = gymnasium.make(f"browsergym/miniwob.{config['id']}", **arguments)
     return page, page.reset(seed=seed)[0]
 
