@@ -25,7 +25,7 @@ def open_page(config: dict[str, Any], seed: int) -> tuple[Any, Any]:
 
     actions = HighLevelActionSet("miniwob_all")
     patience = f"timeout={config['action_timeout']}"  # not the half second of BrowserGym's actions: the machine is busy
-    arguments = {"action_mapping": lambda text: actions.to_python_code(text).replace("timeout=500", patience)}
+    arguments: dict[str, Any] = {"action_mapping": lambda text: actions.to_python_code(text).replace("timeout=500", patience)}
     arguments |= config["kwargs"]
     page = gymnasium.make(f"browsergym/miniwob.{config['id']}", **arguments)
     return page, page.reset(seed=seed)[0]
