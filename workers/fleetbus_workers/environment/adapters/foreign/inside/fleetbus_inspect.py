@@ -1,7 +1,8 @@
 """Tasks of inspect_ai, played unmodified: solver, tools and scorers are the task's own.
 
-The package runs one evaluation per process, so each episode has one, forked from a server that has imported everything. The
-policy is the endpoint at ``base_url``. Roles beside it (``grader``, ``user``) are models of their own where an argument
+The package runs one evaluation per process, so each episode has one, forked from a server that has imported everything: the
+package, what it imports once it evaluates, and the packages that extend it, which it imports for every task. The policy is
+the endpoint at ``base_url``. Roles beside it (``grader``, ``user``) are models of their own where an argument
 ``role.NAME=MODEL`` names them, else the policy, untrained. An error of a sample is raised: it has no score. See
 docs/decisions/0212-one-process-per-sample-of-inspect.md.
 """
@@ -12,6 +13,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
 from typing import Any
 
 from fleetbus_process import EpisodeFailed, call_in_process, prepare_server
@@ -22,11 +24,17 @@ ROLES = ("grader", "user")
 OWN = ("role.", "scorer", "part")
 """Arguments that are not the task's: models of roles; the scorer whose value is the reward, and its part if it has several."""
 
+EVALUATION = (
+    *("inspect_ai", "inspect_ai.model", "inspect_ai.scorer", "openai.resources.chat.chat", "fastapi", "uvicorn"),
+    *("inspect_ai.hooks", "inspect_ai.model._providers.openai_compatible", "inspect_ai.agent._acp.server", "rich.markdown"),
+)
+"""An evaluation imports these, some of them once it runs."""
+
 
 @asynccontextmanager
 async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[Inspect]:
     """The task ``name``, as inspect eval takes it, with its arguments."""
-    server = prepare_server(["inspect_ai", "inspect_ai.model", "inspect_ai.scorer", "openai"])
+    server = prepare_server([*EVALUATION, *(each.module for each in entry_points(group="inspect_ai"))])
     yield Inspect(server, name, arguments)
 
 

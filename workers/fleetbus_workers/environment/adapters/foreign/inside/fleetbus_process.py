@@ -6,9 +6,13 @@ Used by the kinds beside it. A process that is cancelled, hangs or dies ends alo
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
 from typing import Any
 
 
@@ -17,9 +21,23 @@ class EpisodeFailed(Exception):
 
 
 def prepare_server(modules: Sequence[str]) -> Any:
-    """A server that has imported ``modules`` when it forks; started by its first process."""
+    """A server that has imported ``modules`` when it forks, as far as they can be imported. It starts now.
+
+    Python's own list of modules is no such thing: any error but an ImportError ends the server, and it finds no file here.
+    """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(list(modules))
+    server.set_forkserver_preload(["fleetbus_preload"])
+    path = os.environ.get("PYTHONPATH")
+    found = os.pathsep.join([str(Path(__file__).parent), *([path] if path else [])])
+    ours = {"PYTHONPATH": found, "FLEETBUS_PRELOAD": json.dumps([list(modules), path])}
+    os.environ |= ours
+    try:
+        ensure_running()
+    finally:
+        for name in ours:
+            del os.environ[name]
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
     return server
 
 
