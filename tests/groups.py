@@ -73,8 +73,10 @@ def lacks_vagen() -> str:
     return "" if os.environ.get("VAGEN_CHECKOUT") else "VAGEN_CHECKOUT names no checkout of VAGEN"
 
 
-def lacks_verifiers() -> str:
-    return "" if os.environ.get("VERIFIERS_CHECKOUT") else "VERIFIERS_CHECKOUT names no checkout of verifiers"
+def lacks_foreign() -> str:
+    checkouts = {"VERIFIERS_CHECKOUT": "verifiers", "TAU2_CHECKOUT": "tau2-bench"}
+    missing = next((name for name in checkouts if not os.environ.get(name)), "")
+    return missing and f"{missing} names no checkout of {checkouts[missing]}"
 
 
 class Group(NamedTuple):
@@ -88,7 +90,7 @@ class Group(NamedTuple):
 GROUPS = {
     "trl": Group("test-trl", 30),
     "openenv": Group("test-openenv", 20),
-    "foreign": Group("test-foreign", 120, lacks_verifiers),
+    "foreign": Group("test-foreign", 120, lacks_foreign),
     "worlds": Group("test-worlds", 40, lacks_worlds),
     "sinks": Group("test-sinks", 20),
     "api": Group("test-api", 30),
