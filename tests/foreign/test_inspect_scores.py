@@ -18,7 +18,7 @@ from tests.groups import lacks_docker
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("INSPECT_PYTHON", str(ROOT / ".venv-inspect/bin/python"))
-EPISODES = int(os.environ.get("FOREIGN_EPISODES", "40"))
+EPISODES = os.environ.get("FOREIGN_EPISODES", "")
 SMALL = Path(__file__).parent / "inspect_tasks" / "small.py"
 
 pytestmark = [pytest.mark.foreign, pytest.mark.timeout(3600)]
@@ -26,13 +26,14 @@ pytestmark = [pytest.mark.foreign, pytest.mark.timeout(3600)]
 
 class Case(NamedTuple):
     """``answer`` makes the answers of an episode; ``pad`` is every further one. ``part``: the one of several of its score.
-    ``in_docker``: its sandbox is a container of an image that is pulled."""
+    ``in_docker``: its sandbox is a container of an image that is pulled. ``episodes``: how many, without FOREIGN_EPISODES."""
 
     task: str
     answer: Callable[[int, random.Random], list[Any]]
     pad: Any = "done"
     part: str = ""
     in_docker: bool = False
+    episodes: int = 40
 
 
 def answer_sums(index: int, draw: random.Random) -> list[Any]:
@@ -73,7 +74,7 @@ CASES = {
     "sums_with_a_tool": Case(f"{SMALL}@sums_with_a_tool", answer_with_tool, [["submit", {"answer": "none"}]]),
     "agentdojo": Case("inspect_evals/agentdojo", answer_dojo, part="utility"),
     "mind2web_sc": Case("inspect_evals/mind2web_sc", answer_guard, in_docker=True),
-    "tau2_airline": Case("inspect_evals/tau2_airline", answer_airline, "###STOP###"),
+    "tau2_airline": Case("inspect_evals/tau2_airline", answer_airline, "###STOP###", episodes=10),  # seconds of a core each
 }
 
 
@@ -82,7 +83,7 @@ async def test_scores_are_those_of_the_packages_own_evaluation(name: str, tmp_pa
     case, draw = CASES[name], random.Random(name)
     if case.in_docker and lacks_docker():
         pytest.skip(lacks_docker())
-    indexes = [draw.randrange(10) for _ in range(EPISODES)]
+    indexes = [draw.randrange(10) for _ in range(int(EPISODES or case.episodes))]
     episodes = [(index, case.answer(index, draw)) for index in indexes]
     file = tmp_path / "episodes.json"
     file.write_text(json.dumps(episodes))

@@ -1,6 +1,7 @@
 """Rewards of the package `verifiers` through the adapter: those of the package's own evaluation on the same answers.
 
-``just test-foreign`` makes the two interpreters; FOREIGN_EPISODES is how many answers each environment gets.
+``just test-foreign`` makes the two interpreters; FOREIGN_EPISODES is how many answers each environment gets, by default 200 and
+of `scratchpad`, whose harness starts an interpreter for each, six.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from tests.foreign.recorded_games import V1, load_games, play_original
 
 ROOT = Path(__file__).parents[2]
 V0 = os.environ.get("VERIFIERS_V0_PYTHON", str(ROOT / ".venv-verifiers-v0/bin/python"))
-EPISODES = int(os.environ.get("FOREIGN_EPISODES", "200"))
+EPISODES = os.environ.get("FOREIGN_EPISODES", "")
 WORDS = ("alpha", "bravo", "charlie", "delta", "echo")
 TOOLS = {"tool_A": {"x": 1}, "tool_B": {"x": "a"}, "tool_C": {"x": 1.5}, "tool_D": {"x": True}}
 ROLES = {"kuhn_poker": ("player0", "player1"), "proposer_solver": ("proposer", "solver")}
-GAMES_OF_NULL = 10
+GAMES_OF_NULL = 5
 """With the package's own harness, which starts an interpreter for each turn."""
 
 pytestmark = [pytest.mark.foreign, pytest.mark.timeout(1800)]
@@ -38,17 +39,17 @@ def answer_tools(index: int, draw: random.Random) -> list[Any]:
     return [[[name, TOOLS[name]] for name in draw.sample(sorted(TOOLS), draw.randint(1, 4))] if draw.random() < 0.9 else "no"]
 
 
-CASES: dict[str, tuple[str, str, Callable[[int, random.Random], list[Any]]]] = {
-    "scratchpad": (V1, " agent.harness.id=null", answer_scratchpad),
-    "tool_test": (V0, "", answer_tools),
+CASES: dict[str, tuple[str, str, Callable[[int, random.Random], list[Any]], int]] = {
+    "scratchpad": (V1, " agent.harness.id=null", answer_scratchpad, 6),
+    "tool_test": (V0, "", answer_tools, 200),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 async def test_rewards_are_those_of_the_packages_own_evaluation(name: str) -> None:
-    python, arguments, answer = CASES[name]
+    python, arguments, answer, count = CASES[name]
     draw = random.Random(name)
-    episodes = [(index, answer(index, draw)) for index in (draw.randrange(5) for _ in range(EPISODES))]
+    episodes = [(index, answer(index, draw)) for index in (draw.randrange(5) for _ in range(int(EPISODES or count)))]
     paid, _ = await anyio.to_thread.run_sync(lambda: play_original(name, episodes, python=python))
     theirs = [each["agent"] if isinstance(each, dict) else each for each in paid]
     ours = await play_all(f"verifiers+python={python}:{name}{arguments}", episodes)
