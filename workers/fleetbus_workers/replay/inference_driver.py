@@ -112,6 +112,7 @@ class InferenceDriver(Driver):
             published = msgspec.structs.replace(published, uri=self._weights[name].absolute().as_uri())
         elif not self.options.trusted:
             published = msgspec.structs.replace(published, uri=f"file:///not-recorded/{name}")
+        self._sampler.expect(published.version)
         self.environment.store(entry.subject, published, entry)
         if published.version <= self._sampler.version and any(self._next_turn.values()):
             return False
