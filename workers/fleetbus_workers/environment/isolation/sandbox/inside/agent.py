@@ -14,11 +14,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
     from fleetbus_workers.environment.isolation.sandbox.inside import confine
@@ -26,7 +28,13 @@ else:
     import confine
 
 CONNECTIONS = 128
-"""Connections at a time; a further one waits for its turn."""
+"""Connections at a time; a further one takes the place of one that is idle, or waits for its turn."""
+
+IDLE_SECONDS = 15.0
+"""Since the last bytes of an answer. Clients keep connections that they may not use again, such as one for each episode, until
+the worker closes them; in an answer that has not ended the worker says something more often."""
+
+LOOK_SECONDS = 1.0
 
 CHUNK_BYTES = 1 << 16
 CANNOT_EXECUTE = 127
@@ -81,28 +89,62 @@ def exit_like(agent: int) -> NoReturn:
             os._exit(code if code >= 0 else 128 - code)
 
 
+class Link:
+    """A connection that is forwarded. ``answered``: the last bytes went to the agent."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._answered = False
+        self._spoke = time.monotonic()
+
+    def note(self, *, answered: bool) -> None:
+        self._answered, self._spoke = answered, time.monotonic()
+
+    def close_if_idle(self) -> None:
+        if self._answered and time.monotonic() - self._spoke >= IDLE_SECONDS:
+            self._writer.close()
+
+
 async def forward(listener: socket.socket, path: str) -> None:
     """Connect every connection with a socket of the worker's."""
     places = asyncio.Semaphore(CONNECTIONS)
+    links: set[Link] = set()
+
+    async def take_place() -> None:
+        while places.locked():
+            for link in links:
+                link.close_if_idle()
+            try:
+                await asyncio.wait_for(places.acquire(), LOOK_SECONDS)
+                return
+            except TimeoutError:
+                pass  # another may be idle by now
+        await places.acquire()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with places:
-            try:
-                above, out = await asyncio.open_unix_connection(path)
-            except OSError:
-                writer.close()
-                return
-            tasks = [asyncio.create_task(pump(reader, out)), asyncio.create_task(pump(above, writer))]
-            await asyncio.wait(tasks)
+        await take_place()
+        link = Link(writer)
+        links.add(link)
+        try:
+            above, out = await asyncio.open_unix_connection(path)
+            asked = pump(reader, out, lambda: link.note(answered=False))
+            answered = pump(above, writer, lambda: link.note(answered=True))
+            await asyncio.wait([asyncio.create_task(asked), asyncio.create_task(answered)])
+        except OSError:
+            writer.close()
+        finally:
+            links.discard(link)
+            places.release()
 
     server = await asyncio.start_server(connect, sock=listener)
     await server.serve_forever()
 
 
-async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter, note: Callable[[], None]) -> None:
     """Copy until one side is gone, which closes the other."""
     try:
         while data := await source.read(CHUNK_BYTES):
+            note()
             target.write(data)
             await target.drain()
     except OSError:
