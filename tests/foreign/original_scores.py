@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ def build_outputs(answers: list[Any], pad: Any) -> Iterator[ModelOutput]:
 
 def score(task: str, index: int, answers: list[Any], pad: Any, part: str, folder: str) -> float | None:
     model = get_model("mockllm/model", custom_outputs=build_outputs(answers, pad), memoize=False)
+    random.seed(0)  # a task may shuffle its data each time
     [log] = evaluate(
         task, model=model, model_roles={"user": model, "grader": model}, limit=(index, index + 1), epochs=1, display="none",
         log_dir=folder,

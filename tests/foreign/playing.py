@@ -37,7 +37,8 @@ async def play(factory: Any, index: int | str, answers: list[Any], pad: Any, *, 
         verdict: Verdict = await environment.verify()
         assert verdict.reward is not None or not graded
         return verdict
-    except EnvironmentFailed:
+    except EnvironmentFailed as error:
+        print(f"task {index} failed: {error}")
         return None
     finally:
         await environment.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import anyio
 import pytest
 
+from fleetbus_workers.environment.adapters.foreign import tasks as foreign_tasks
 from tests.foreign.playing import play_all
 from tests.groups import lacks_docker
 
@@ -96,3 +98,12 @@ async def test_scores_are_those_of_the_packages_own_evaluation(name: str, tmp_pa
     )
     print(name, len(ours), "errors", theirs.count(None), "scores", sorted({score for score in ours if score is not None}))
     assert ours == theirs
+
+
+async def test_a_task_of_data_that_is_shuffled_is_the_one_that_was_listed() -> None:
+    task = f"{SMALL}@sums shuffle=true"
+    listed = foreign_tasks.list_tasks(f"inspect:{task}", PYTHON, 6).tasks
+    sums = [sum(map(int, re.findall(r"\d+", each["prompt"]))) for each in listed]
+    assert sums != sorted(sums), "it is shuffled"
+    episodes = [(each["config"]["index"], [str(right)]) for each, right in zip(listed, sums, strict=True)]
+    assert await play_all(f"inspect+python={PYTHON}:{task}", episodes) == [1.0] * len(listed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inspect_ai import Task, task
 from inspect_ai.agent import react
-from inspect_ai.dataset import Sample
+from inspect_ai.dataset import MemoryDataset, Sample
 from inspect_ai.scorer import includes, match
 from inspect_ai.solver import generate, system_message
 from inspect_ai.tool import tool
@@ -13,8 +13,11 @@ SUMS = [Sample(input=f"What is {left} + {right}?", target=str(left + right)) for
 
 
 @task
-def sums(system: str = "Answer with a number.") -> Task:
-    return Task(dataset=SUMS, solver=[system_message(system), generate()], scorer=match(numeric=True))
+def sums(system: str = "Answer with a number.", shuffle: bool = False) -> Task:
+    data = MemoryDataset(list(SUMS))
+    if shuffle:
+        data.shuffle()
+    return Task(dataset=data, solver=[system_message(system), generate()], scorer=match(numeric=True))
 
 
 @tool

@@ -10,6 +10,7 @@ docs/decisions/0212-one-process-per-sample-of-inspect.md.
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,6 +31,9 @@ EVALUATION = (
 )
 """An evaluation imports these, some of them once it runs."""
 
+SEED = 0
+"""Before a task is loaded: where its data is shuffled, a place names the same sample in every process."""
+
 
 @asynccontextmanager
 async def open_environment(name: str, arguments: dict[str, Any]) -> AsyncIterator[Inspect]:
@@ -49,6 +53,7 @@ class Inspect:
     def list_tasks(self, count: int) -> list[dict[str, Any]]:
         from inspect_ai._eval.loader import load_tasks
 
+        random.seed(SEED)
         [task] = load_tasks([self._name], select_own(self._arguments, own=False))
         samples = [task.dataset[index] for index in range(min(count, len(task.dataset)))]
         return [{"index": index, "prompt": show(sample.input)} for index, sample in enumerate(samples)]
@@ -64,6 +69,7 @@ def evaluate(name: str, arguments: dict[str, Any], index: int, base_url: str) ->
 
     os.environ |= {"FLEETBUS_API_KEY": "in-the-path", "FLEETBUS_BASE_URL": base_url}
     roles = {role: get_model(arguments.get(f"role.{role}", OTHER)) for role in ROLES}
+    random.seed(SEED)
     with tempfile.TemporaryDirectory() as folder:
         [log] = evaluate_tasks(
             name, model=get_model(POLICY, max_retries=0), model_roles=roles, task_args=select_own(arguments, own=False),
