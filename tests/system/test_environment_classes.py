@@ -30,6 +30,7 @@ pytestmark = pytest.mark.integration
 
 MODULE = '''
 import asyncio
+import functools
 import os
 import signal
 import threading
@@ -139,13 +140,43 @@ class Undeclared(Asynchronous):
         return self.group.__aexit__(None, None, None)
 
 
+def counted(function):
+    """A decorator as many write it."""
+
+    @functools.wraps(function)
+    def call(*arguments):
+        return function(*arguments)
+
+    return call
+
+
+class Decorated(Asynchronous):
+    open, reset, step, state, verify, close = map(
+        counted,
+        (
+            Asynchronous.open,
+            Asynchronous.reset,
+            Asynchronous.step,
+            Asynchronous.state,
+            Asynchronous.verify,
+            Asynchronous.close,
+        ),
+    )
+
+
 class NeverStarts(Plain):
     def __init__(self):
         os._exit(9)
 '''
 
 TASK = Task(key="t", prompt="Play.")
-SPECS = ("own_classes:Plain", "own_classes:Asynchronous", "pool:own_classes:Plain", "pool:own_classes:Asynchronous")
+SPECS = (
+    "own_classes:Plain",
+    "own_classes:Asynchronous",
+    "pool:own_classes:Plain",
+    "pool:own_classes:Asynchronous",
+    "pool:own_classes:Decorated",
+)
 
 
 @pytest.fixture(autouse=True)
