@@ -140,9 +140,7 @@ class Undeclared(Asynchronous):
         return self.group.__aexit__(None, None, None)
 
 
-def counted(function):
-    """A decorator as many write it."""
-
+def decorated(function):
     @functools.wraps(function)
     def call(*arguments):
         return function(*arguments)
@@ -150,18 +148,16 @@ def counted(function):
     return call
 
 
-class Decorated(Asynchronous):
-    open, reset, step, state, verify, close = map(
-        counted,
-        (
-            Asynchronous.open,
-            Asynchronous.reset,
-            Asynchronous.step,
-            Asynchronous.state,
-            Asynchronous.verify,
-            Asynchronous.close,
-        ),
-    )
+class NeedsLoop(Plain):
+    """Its first call is an ordinary one."""
+
+    def open(self, task):
+        asyncio.get_running_loop()
+        super().open(task)
+
+    @decorated
+    async def state(self):
+        return {}
 
 
 class NeverStarts(Plain):
@@ -170,13 +166,7 @@ class NeverStarts(Plain):
 '''
 
 TASK = Task(key="t", prompt="Play.")
-SPECS = (
-    "own_classes:Plain",
-    "own_classes:Asynchronous",
-    "pool:own_classes:Plain",
-    "pool:own_classes:Asynchronous",
-    "pool:own_classes:Decorated",
-)
+SPECS = ("own_classes:Plain", "own_classes:Asynchronous", "pool:own_classes:Plain", "pool:own_classes:Asynchronous")
 
 
 @pytest.fixture(autouse=True)
@@ -247,6 +237,14 @@ async def test_calls_that_turn_out_to_be_asynchronous_share_one_event_loop_and_t
             environment = await opened(undeclared)
             await environment.step(action("hello"))
             await environment.close()
+
+
+async def test_a_coroutine_function_behind_a_decorator_has_all_calls_run_in_a_loop() -> None:
+    needing = ProcessPool("own_classes:NeedsLoop", processes=1)
+    async with needing.run():
+        environment = await opened(needing)
+        assert await environment.state() == {}
+        await environment.close()
 
 
 async def test_devices_go_round_by_episode_in_this_process_and_by_process_in_a_pool(pool: ProcessPool) -> None:
