@@ -19,6 +19,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "share": {"type": "number", "description": "A share."},
     "sure": {"type": "boolean", "description": "Whether."},
     "kind": {"type": "string", "enum": ["a", "b"], "description": "One of two."},
+    "flag": {"type": "boolean", "enum": [True], "description": "One of one."},
     "level": {"type": "integer", "enum": [1, 2], "description": "One of two."},
     "many": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "description": "Rows."},
     "any": {"description": "Anything."},

@@ -89,7 +89,7 @@ def build_hint(schema: Mapping[str, Any]) -> Any:
     if isinstance(values, list) and values and all(type(value) in _SCALARS for value in values):
         return Literal[tuple(values)]
     if alternatives := schema.get("anyOf") or schema.get("oneOf"):
-        hints = [build_hint(each) for each in alternatives]
+        hints = [Any if each is True else build_hint(each) for each in alternatives]
         return Any if Any in hints else reduce(or_, hints)
     match schema.get("type"):
         case list(kinds) if kinds:
@@ -111,7 +111,7 @@ def _describe(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _fits_hint(schema: Mapping[str, Any]) -> bool:
-    parts = [*(schema.get("anyOf") or schema.get("oneOf") or ())]
+    parts = [each for each in schema.get("anyOf") or schema.get("oneOf") or () if each is not True]
     parts += [schema["items"]] if isinstance(schema.get("items"), Mapping) else []
     said = {key for key in schema if not (key == "default" and schema[key] is None)}
     return said <= _IN_A_HINT and all(map(_fits_hint, parts))
@@ -127,7 +127,7 @@ def _name_argument(name: str) -> str:
 def _resolve(schema: Any, definitions: Mapping[str, Any], room: list[int], above: tuple[str, ...] = ()) -> Any:
     """The schema without references; one inside what it names may be any value."""
     if isinstance(schema, list):
-        return [{} if each is True else _resolve(each, definitions, room, above) for each in schema]
+        return [_resolve(each, definitions, room, above) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     if isinstance(reference := schema.get("$ref"), str):
