@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -216,8 +217,11 @@ def test_an_interrupt_while_a_connection_is_made_leaves_nothing_that_holds_up_th
 
     @asynccontextmanager
     async def connect(*_: object, **__: object) -> AsyncIterator[None]:
+        main = threading.main_thread().ident or 0
+        while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
         await anyio.sleep(0.2)  # a signal that comes just before a thread waits for a lock does not wake it
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal.pthread_kill(main, signal.SIGINT)
         await answered.wait()
         yield
 
