@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 
 from fleetbus_workers.environment.isolation.sandbox.inside import agent
 
+MUCH = b"x" * 12_000_000
+"""More than the system keeps of what nobody reads."""
+
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
 @asynccontextmanager
 async def forwarded(path: Path) -> AsyncIterator[Open]:
-    """Opens connections to a worker that answers each line but "wait" with the same line."""
+    """Opens connections to a worker that answers each line but "wait" with the same line, and "much" with much."""
     served: list[asyncio.Task[None] | None] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -25,7 +29,7 @@ async def forwarded(path: Path) -> AsyncIterator[Open]:
         with suppress(ConnectionError):
             while line := await reader.readline():
                 if line != b"wait\n":
-                    writer.write(line)
+                    writer.write(MUCH if line == b"much\n" else line)
                     await writer.drain()
         writer.close()
         await writer.wait_closed()
@@ -75,3 +79,29 @@ async def test_a_connection_takes_the_place_of_one_that_was_answered_and_of_none
         assert await idle[0].read() == b""
         await say(waiting, b"still\n")
         assert await waiting[0].readline() == b"still\n"
+
+
+async def test_a_connection_keeps_its_place_until_the_agent_has_read_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "CONNECTIONS", 1)
+    monkeypatch.setattr(agent, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(agent, "LOOK_SECONDS", 0.01)
+    looked = asyncio.Event()
+    close_if_idle = agent.Link.close_if_idle
+
+    def look(link: agent.Link) -> None:
+        close_if_idle(link)
+        if link._answered and time.monotonic() - link._spoke >= agent.IDLE_SECONDS:
+            looked.set()
+
+    monkeypatch.setattr(agent.Link, "close_if_idle", look)
+    async with asyncio.timeout(20), forwarded(tmp_path / "worker.sock") as connect:
+        slow = await connect()
+        await say(slow, b"much\n")
+        further = await connect()
+        await say(further, b"more\n")
+        await looked.wait()
+
+        assert await slow[0].readexactly(len(MUCH)) == MUCH
+        assert await further[0].readline() == b"more\n"

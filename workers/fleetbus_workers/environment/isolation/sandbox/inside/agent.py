@@ -101,7 +101,8 @@ class Link:
         self._answered, self._spoke = answered, time.monotonic()
 
     def close_if_idle(self) -> None:
-        if self._answered and time.monotonic() - self._spoke >= IDLE_SECONDS:
+        has_idled = self._answered and time.monotonic() - self._spoke >= IDLE_SECONDS
+        if has_idled and not self._writer.transport.get_write_buffer_size():  # else the agent has not read all of the answer
             self._writer.close()
 
 
