@@ -7,10 +7,8 @@ import json
 import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import or_
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import ToolSpec
@@ -90,10 +88,10 @@ def build_hint(schema: Mapping[str, Any]) -> Any:
         return Literal[tuple(values)]
     if alternatives := schema.get("anyOf") or schema.get("oneOf"):
         hints = [Any if each is True else build_hint(each) for each in alternatives]
-        return Any if Any in hints else reduce(or_, hints)
+        return Any if Any in hints else Union[tuple(hints)]  # noqa: UP007 - at once: one by one takes the cube of their number
     match schema.get("type"):
         case list(kinds) if kinds:
-            return reduce(or_, [build_hint({**schema, "type": kind}) for kind in dict.fromkeys(map(str, kinds))])
+            return Union[tuple(build_hint({**schema, "type": kind}) for kind in dict.fromkeys(map(str, kinds)))]  # noqa: UP007
         case "array" if isinstance(schema.get("items"), Mapping):
             return list[build_hint(schema["items"])]  # type: ignore[misc]
         case str(kind):
