@@ -33,7 +33,7 @@ from fleetbus_schemas import (
     Task,
     encode,
 )
-from fleetbus_schemas.names import is_name
+from fleetbus_schemas.names import find_wrong_name, is_name
 from fleetbus_schemas.tokens import TOKEN_BYTES, count_tokens, pack_ids, pack_logprobs, pack_mask
 
 LANE, POOL, WORKER = "e0", "default", "import"
@@ -85,6 +85,8 @@ class Assembler:
             yield self._add(self._subjects.episode(name), result, 0)
 
     def _add(self, subject: str, message: Message, time_ns: int) -> StreamEntry:
+        if field := find_wrong_name(message):
+            raise MalformedMessage(subject, f"its {field} is no name")  # nobody could read it
         self.sequence += 1
         self._time_ns = max(self._time_ns, time_ns)
         return StreamEntry(

@@ -7,11 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from fleetbus.interchange.assembly import Assembler
 from fleetbus.interchange.imported import ImportedEpisode
-from fleetbus_schemas import Observation
+from fleetbus_schemas import EpisodeFinished, Observation
 from fleetbus_schemas.tokens import pack_logprobs
 from fleetbus_workers.api.reader import open_run
 from fleetbus_workers.cli.program import run_program
@@ -286,6 +287,9 @@ def test_a_trial_of_harbor_brings_its_task_and_its_reward(tmp_path: Path) -> Non
     assert (transcript.result.episode_id, transcript.result.task_key, transcript.result.reward) == ("trial-1", "org/hello", 0.5)
 
 
+FINISHED = EpisodeFinished(episode_id="e", group_id="g", attempt=1, outcome="verifier_unknown", worker="a.b")
+
+
 def nest(depth: int) -> dict[str, Any]:
     steps = [{"step_id": 1, "source": "agent", "message": "x"}]
     inner = {"subagent_trajectories": [{**nest(depth - 1), "trajectory_id": "i"}]} if depth else {}
@@ -306,6 +310,8 @@ def nest(depth: int) -> dict[str, Any]:
         ({"steps": with_tokens(logprobs=[0.5] * 3)}, "2 completion_token_ids have 3 logprobs"),
         ({"extra": {"fleetbus": {"request": {"type": "Other"}}}}, "is no EpisodeRequested"),
         ({"steps": [{"step_id": 1, "source": "agent", "message": "x", "extra": {"turn": 0, "seat": "a b"}}]}, "is no name"),
+        ({"steps": [{"step_id": 1, "source": "agent", "message": "x", "extra": {"turn": 0, "worker": "*"}}]}, "worker is no"),
+        ({"extra": {"fleetbus": {"result": msgspec.to_builtins(FINISHED)}}}, "worker is no name"),
         ({"steps": [{"step_id": 1, "source": "agent", "message": "x" * (1 << 20)}]}, "does not fit the messages of a log"),
         (nest(12), "deep in each other"),
     ],
