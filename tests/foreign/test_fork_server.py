@@ -18,7 +18,7 @@ import asyncio, json
 from fleetbus_process import call_in_process, prepare_server
 
 async def play():
-    server = prepare_server(["raising", "exiting_nowhere", "package"])
+    server = prepare_server(["raising", "exiting", "nowhere", "package"])
     import package
     print(json.dumps([package.IMPORTED_BY, *[await call_in_process(server, package.tell) for _ in range(2)]]))
 
@@ -37,6 +37,7 @@ def tell():
 @pytest.mark.integration
 def test_an_episode_finds_its_package_imported_whatever_another_raises_and_its_variables_as_they_were(tmp_path: Path) -> None:
     (tmp_path / "raising.py").write_text("raise ValueError('not here')")
+    (tmp_path / "exiting.py").write_text("raise SystemExit('not licensed')")
     (tmp_path / "package.py").write_text(PACKAGE)
     (tmp_path / "play.py").write_text(PLAY)
     path = os.pathsep.join([str(INSIDE), str(tmp_path)])

@@ -21,7 +21,7 @@ def preload() -> None:
     else:
         os.environ["PYTHONPATH"] = path
     for name in modules:
-        with suppress(Exception):  # foreign code: the package itself says what is wrong with it when it needs it
+        with suppress(Exception, SystemExit):  # foreign code: the package itself says what is wrong with it when it needs it
             importlib.import_module(name)
 
 
