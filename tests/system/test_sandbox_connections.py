@@ -105,3 +105,32 @@ async def test_a_connection_keeps_its_place_until_the_agent_has_read_the_answer(
 
         assert await slow[0].readexactly(len(MUCH)) == MUCH
         assert await further[0].readline() == b"more\n"
+
+
+async def test_a_connection_that_waits_has_its_turn_before_those_that_came_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "CONNECTIONS", 1)
+    monkeypatch.setattr(agent, "LOOK_SECONDS", 0.1)
+    looks = asyncio.Semaphore(0)
+    monkeypatch.setattr(agent.Link, "close_if_idle", lambda _: looks.release())
+    answered: list[bytes] = []
+
+    async def ask(line: bytes, connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        await say(connection, line)
+        answered.append(await connection[0].readline())
+        connection[1].close()
+
+    async with asyncio.timeout(20), forwarded(tmp_path / "worker.sock") as connect:
+        holder = await connect()
+        await say(holder, b"hello\n")
+        assert await holder[0].readline() == b"hello\n"
+        first = asyncio.create_task(ask(b"first\n", await connect()))
+        await looks.acquire()
+        monkeypatch.setattr(agent, "LOOK_SECONDS", 60.0)
+        second = asyncio.create_task(ask(b"second\n", await connect()))
+        await looks.acquire()
+        await looks.acquire()  # the first has looked again
+        holder[1].close()
+        await asyncio.gather(first, second)
+    assert answered == [b"first\n", b"second\n"]

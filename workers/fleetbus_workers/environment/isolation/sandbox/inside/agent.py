@@ -112,15 +112,14 @@ async def forward(listener: socket.socket, path: str) -> None:
     links: set[Link] = set()
 
     async def take_place() -> None:
-        while places.locked():
+        if not places.locked():
+            await places.acquire()
+            return
+        acquiring = asyncio.create_task(places.acquire())  # one for all looks: its turn is that of the first
+        while not acquiring.done():
             for link in links:
                 link.close_if_idle()
-            try:
-                await asyncio.wait_for(places.acquire(), LOOK_SECONDS)
-                return
-            except TimeoutError:
-                pass  # another may be idle by now
-        await places.acquire()
+            await asyncio.wait([acquiring], timeout=LOOK_SECONDS)
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await take_place()
