@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import anyio
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from fleetbus.bus.base import StreamEntry
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.streams import plan_run
+from fleetbus.errors import RequestUnanswered
 from fleetbus.log.newest_version import find_versions_before
 from fleetbus_schemas import PolicyPublished, Subjects, encode
 from fleetbus_workers.inference.base import WeightsRejected
@@ -164,6 +166,30 @@ async def test_its_heartbeat_says_which_version_it_lacks_while_it_answers() -> N
         await anyio.sleep(120)
         assert fleet.beats["i1"].policy_version == 0
         assert fleet.beats["i1"].problem == "weights of version 1 rejected: no such file"
+
+
+async def test_a_log_that_does_not_answer_once_is_asked_again_for_a_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner that waits for fresh groups publishes no newer version, after which the log would be asked again."""
+    sampler, server, asked = Choosy(1, 2), MemoryServer(), 0
+    server.declare(plan_run(RUN, lanes=2))
+    async with server.connect(RUN, worker="test") as bus:
+        await bus.publish(POLICY, encode(published(0)))
+        async with inference_worker(bus, RUN, sampler):
+            await sampler.loaded.wait()
+
+            async def find(*arguments: Any, **named: Any) -> list[PolicyPublished]:
+                nonlocal asked
+                asked += 1
+                sampler.gone.discard(1)
+                if asked == 1:
+                    raise RequestUnanswered("no answer")
+                return await find_versions_before(*arguments, **named)
+
+            monkeypatch.setattr("fleetbus_workers.inference.worker.find_versions_before", find)
+            for version in (1, 2):
+                await bus.publish(POLICY, encode(published(version)))
+            await anyio.sleep(600)
+        assert (sampler.version, asked) == (1, 2)
 
 
 class Heavy(ScriptedSampler):

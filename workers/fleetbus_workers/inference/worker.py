@@ -190,25 +190,26 @@ class InferenceWorker:
                 tries, rejected = tries + 1, rejected + 1
                 pause = RELOAD_SECONDS if tries <= TRIES_AT_ONCE else min(2 * pause, LONGEST_RELOAD_SECONDS)
                 if rejected >= TRIES_OF_THE_NEWEST and (position != looked_before or not self._ready.is_set()):
-                    looked_before, problem = position, self._weights_problem
-                    await self._load_earlier(wanted, position)
+                    problem = self._weights_problem
+                    looked_before = position if await self._load_earlier(wanted, position) else looked_before
                     self._weights_problem = problem  # the newest's
             self._handler.clear_expected_version()
 
-    async def _load_earlier(self, newest: PolicyPublished, position: int) -> None:
+    async def _load_earlier(self, newest: PolicyPublished, position: int) -> bool:
         """Load the newest version before one at that position of the log, which cannot be had, if there is any that is newer
-        than the loaded one."""
+        than the loaded one; False if the log does not say."""
         subject = self._subjects.policy(self._policy)
         try:
             earlier = await find_versions_before(self._bus, subject, position, most=EARLIER_VERSIONS)
         except RequestUnanswered as unanswered:
             log.warning("log read failed; continuing", reason=str(unanswered))
-            return
+            return False
         loaded = self._sampler.version if self._ready.is_set() else -1
         for published in reversed([each for each in earlier if each.policy == self._policy and each.version > loaded]):
             if await self._load_version(published):
                 log.warning("a version before the newest is loaded", version=published.version, newest=newest.version)
-                return
+                break
+        return True
 
     async def _find_newest_position(self, subject: str) -> int:
         """Find the newest version in the log, or where to begin if there is none, however long the server is away."""
