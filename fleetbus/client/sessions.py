@@ -24,7 +24,7 @@ from fleetbus.bus.base import Bus, StreamEntry
 from fleetbus.client.session_hosts import SessionHosts
 from fleetbus.concurrency.loop_clock import get_clock
 from fleetbus.concurrency.task_groups import open_first_error_task_group
-from fleetbus.errors import FleetbusError, NoResponders, RequestUnanswered
+from fleetbus.errors import BusClosed, FleetbusError, NoResponders, RequestUnanswered
 from fleetbus.log.episodes import read_entry
 from fleetbus_schemas import (
     ControlAnswered,
@@ -267,11 +267,12 @@ class Session:
         return await self.request("verify")
 
     async def close(self) -> None:
-        """Release the environment; repeating is harmless, and a worker that does not answer is not an error."""
+        """Release the environment; repeating is harmless. A worker that does not answer is no error, nor is a client that has
+        ended, as one does that is cancelled together with its callers."""
         call = SessionCall(session=self.name, call="close", key="close")
         try:
             await self._client.call(call, timeout=CLOSE_SECONDS)
-        except SessionUnavailable as error:
+        except (SessionUnavailable, BusClosed) as error:
             run = self._client.subjects.run
             log.warning("session close failed; leaving it to its idle limit", run=run, session=self.name, reason=str(error))
 

@@ -10,7 +10,9 @@ import pytest
 
 from fleetbus.bus.memory import MemoryServer
 from fleetbus.bus.memory_bus import MemoryBus
+from fleetbus.bus.streams import plan_run
 from fleetbus.client.session_hosts import MOST_HOSTS, SessionHosts
+from fleetbus.client.sessions import sessions
 from fleetbus.concurrency.task_groups import open_first_error_task_group
 from fleetbus.delivery.heartbeats import LOST_AFTER_SECONDS
 from fleetbus.errors import BusClosed
@@ -96,3 +98,13 @@ async def test_whoever_waits_for_a_worker_is_told_once_heartbeats_are_not_follow
             await anyio.wait_all_tasks_blocked()
     with pytest.raises(BusClosed):
         await hosts.choose()
+
+
+async def test_closing_a_session_whose_client_has_ended_is_no_error() -> None:
+    """Cancelled together with its client, it ended with this error, and not as cancelled."""
+    server = MemoryServer()
+    server.declare(plan_run("r", lanes=1))
+    async with server.connect("r", worker="w") as bus:
+        async with sessions(bus, SUBJECTS) as client:
+            session = client.session()
+        await session.close()
