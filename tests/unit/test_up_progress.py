@@ -105,6 +105,14 @@ def test_a_step_line_tells_success_staleness_stages_and_what_was_not_trained() -
     )
 
 
+def test_steps_of_minutes_are_told_in_whole_seconds_and_less_than_an_episode_a_second_as_a_part_of_one() -> None:
+    progress = Progress(12)
+    for index in range(3):
+        progress.apply(finished(index), index * 4 * SECOND_NS)
+    progress.apply(trained(2, seconds_train=114.2, seconds_wait=9.96), 0)
+    assert format_step(progress) == "step 2/12 · version 2 · 0.25 episodes/s, 25 tokens/s · train 114 s, wait 10 s"
+
+
 def test_a_step_line_copes_with_a_learner_that_measures_nothing() -> None:
     progress = Progress(50)
     progress.apply(trained(1), 0)

@@ -26,7 +26,7 @@ def format_step(progress: Progress) -> str:
     episodes, tokens = progress.rates()
     parts = _list_step_parts(progress, _list_metric_parts(progress.metrics))
     if episodes:
-        parts.append(f"{episodes:.0f} episodes/s, {format_count(tokens)} tokens/s")
+        parts.append(f"{_format_short(episodes)} episodes/s, {format_count(tokens)} tokens/s")
     return " · ".join([*parts, *filter(None, [format_stage_times(progress.metrics), format_failures(progress)])])
 
 
@@ -37,7 +37,7 @@ def format_step_short(progress: Progress) -> str:
     alike = len({text.split()[1] for text in measured}) == 1
     episodes, _ = progress.rates()
     parts = _list_step_parts(progress, measured[:1] if alike else measured)
-    return " · ".join([*parts, *([f"{episodes:.0f} episodes/s"] if episodes else [])])
+    return " · ".join([*parts, *([f"{_format_short(episodes)} episodes/s"] if episodes else [])])
 
 
 def format_evaluation(evaluation: EvaluationFinished) -> str:
@@ -75,7 +75,7 @@ def format_evaluation_progress(progress: Progress) -> str:
 def format_stage_times(metrics: Mapping[str, float]) -> str:
     """The seconds of each stage: ``wait 0.6 s, train 0.5 s``."""
     stages = {key.removeprefix(STAGE_PREFIX): value for key, value in metrics.items() if key.startswith(STAGE_PREFIX)}
-    return ", ".join(f"{stage.replace('_', ' ')} {seconds:.2g} s" for stage, seconds in stages.items())
+    return ", ".join(f"{stage.replace('_', ' ')} {_format_short(seconds)} s" for stage, seconds in stages.items())
 
 
 def format_failures(progress: Progress) -> str:
@@ -115,6 +115,11 @@ def format_duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     parts = [f"{hours} h" if hours else "", f"{minutes} min" if minutes else "", f"{rest} s" if not hours else ""]
     return " ".join(filter(None, parts))
+
+
+def _format_short(number: float) -> str:
+    """Two digits, never fewer than are left of the point: ``0.64``, ``6.4``, ``64``, ``114``."""
+    return f"{number:.2g}" if number < 9.95 else f"{number:.0f}"
 
 
 def _list_step_parts(progress: Progress, measured: list[str]) -> list[str]:
