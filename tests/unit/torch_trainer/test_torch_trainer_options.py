@@ -242,7 +242,7 @@ def test_differences_are_told_by_episode_and_a_slope_over_all_tokens(folder: Pat
 def test_precision_auto_is_bfloat16_where_the_device_multiplies_in_it_as_the_sampler_s_is(
     device: str, has_gpu: bool, has_it: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fleetbus_workers.inference.torch.precision.computes_bfloat16", lambda: has_it)
+    monkeypatch.setattr("fleetbus_workers.assembly.trainers.multiplies_bfloat16", lambda: has_it)
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     configuration = Configuration(trainer=TrainerSettings(precision="auto", device=device))
     assert choose_precision(configuration).trainer.precision == chosen

@@ -3,6 +3,7 @@
 import msgspec
 
 from fleetbus.config.settings import Configuration
+from fleetbus.processors import multiplies_bfloat16
 from fleetbus_workers.learner.torch.settings import TorchTrainerSettings
 
 
@@ -25,8 +26,6 @@ def choose_precision(configuration: Configuration) -> Configuration:
         return configuration
     import torch
 
-    from fleetbus_workers.inference.torch.precision import computes_bfloat16
-
     on_processor = trainer.device == "cpu" or (trainer.device == "auto" and not torch.cuda.is_available())
-    chosen = "bfloat16" if not on_processor or computes_bfloat16() else "float32"
+    chosen = "bfloat16" if not on_processor or multiplies_bfloat16() else "float32"
     return msgspec.structs.replace(configuration, trainer=msgspec.structs.replace(trainer, precision=chosen))

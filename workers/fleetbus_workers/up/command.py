@@ -19,6 +19,7 @@ from fleetbus.config.settings import Configuration, RunSettings
 from fleetbus.errors import UserError
 from fleetbus.files import create_folder, create_private_folder, replace_file
 from fleetbus.logs.setup import configure_logs
+from fleetbus.processors import multiplies_bfloat16
 from fleetbus.tasks.datasets import is_remote
 from fleetbus.tasks.datasets import redact_location as shown_location
 from fleetbus.tasks.harbor import PREFIX as HARBOR
@@ -160,6 +161,16 @@ def format_opening_line(configuration: Configuration, folder: RunFolder) -> str:
     return f"run {run.name} {verb} {model} on {environments}{tasks}, {learner.steps} steps ({format_path(folder.path)})"
 
 
+def describe_float32(configuration: Configuration) -> list[str]:
+    """A line where a precision of ``auto``, as recipes have it, is not what their times were measured with."""
+    trainer = configuration.trainer
+    if trainer.precision != "auto" or trainer.device != "cpu" or multiplies_bfloat16():
+        return []
+    return [
+        "no instructions for bfloat16 (avx512_bf16, amx_bf16) on this processor: in float32 a step takes several times as long"
+    ]
+
+
 def format_path(path: Path) -> str:
     """``path`` as a person would type it here."""
     here = Path.cwd()
@@ -217,7 +228,8 @@ def record_start(configuration: Configuration, folder: RunFolder) -> None:
 async def _run(configuration: Configuration, folder: RunFolder, page: ServePage | None) -> RunResult:
     progress = Progress(configuration.learner.steps, keeps=is_summarized, evaluation_episodes=configuration.evaluation.episodes)
     async with open_display(progress) as display:
-        for line in (format_opening_line(configuration, folder), *describe_unserved_seats(configuration)):
+        display.line(format_opening_line(configuration, folder))
+        for line in (*describe_float32(configuration), *describe_unserved_seats(configuration)):
             display.line(line)
         command, record = build_role_command(folder.configuration), partial(record_start, configuration, folder)
         run = Run(configuration, folder, command=command, record_start=record, display=display, page=page)

@@ -23,7 +23,7 @@ from fleetbus.bus.streams import plan_run
 from fleetbus.config.load import strip_credentials
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import BusError, UserError
-from fleetbus.processors import count_processors
+from fleetbus.processors import count_processors, multiplies_bfloat16
 from fleetbus_schemas import Heartbeat, Subjects
 from fleetbus_schemas.protocol import NEEDED, OWN, PROTOCOL, ProtocolVersion, find_misfit
 from fleetbus_workers.command.event_loop import run_async
@@ -148,7 +148,8 @@ def check_cores() -> Finding:
     cores = count_processors()
     state: State = "ok" if cores >= 2 else "warning"
     advice = "" if cores >= 2 else ": sampling and training take turns"
-    return Finding(name="cores", state=state, detail=f"{cores}{advice}")
+    numbers = "" if multiplies_bfloat16() else ", without instructions for bfloat16: pretrained models are computed in float32"
+    return Finding(name="cores", state=state, detail=f"{cores}{advice}{numbers}")
 
 
 def check_memory() -> Finding:

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import torch
 
 from fleetbus.errors import UserError
+from fleetbus.processors import multiplies_bfloat16
 from fleetbus_workers.inference.engine_context import EngineContext
 from fleetbus_workers.inference.loading import load_alone
-from fleetbus_workers.inference.torch.precision import computes_bfloat16
 from fleetbus_workers.inference.torch.sampler import TorchSampler
 
 
@@ -23,7 +23,7 @@ async def open_engine(context: EngineContext) -> AsyncIterator[TorchSampler]:
 def _open(context: EngineContext) -> TorchSampler:
     settings = context.configuration.inference
     device = resolve_device(settings.device)
-    rounded = settings.dtype == "bfloat16" or (settings.dtype == "auto" and computes_bfloat16(device))
+    rounded = settings.dtype == "bfloat16" or (settings.dtype == "auto" and _computes_bfloat16(device))
     return TorchSampler(
         context.folder,
         slots=settings.max_num_seqs,
@@ -33,6 +33,10 @@ def _open(context: EngineContext) -> TorchSampler:
         dtype=torch.bfloat16 if rounded else torch.float32,
         processor=context.processor,
     )
+
+
+def _computes_bfloat16(device: str) -> bool:
+    return torch.cuda.is_bf16_supported(including_emulation=False) if device.startswith("cuda") else multiplies_bfloat16()
 
 
 def resolve_device(name: str) -> str:
