@@ -42,6 +42,7 @@ from fleetbus_workers.environment.adapters.nemo_gym.items import (
     read_verdict,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.failure_location import clean_error
 from fleetbus_workers.serving.bounded_http import bound
 from fleetbus_workers.serving.bounded_json import check_values
 
@@ -128,7 +129,7 @@ class NemoGymEnvironment:
                     raise
                 await anyio.sleep(SEED_PAUSE_SECONDS)
         if seeded.status_code != 200:
-            raise EnvironmentFailed(f"{self._url}/seed_session: HTTP {seeded.status_code}: {seeded.text[:500]}")
+            raise EnvironmentFailed(f"{self._url}/seed_session: HTTP {seeded.status_code}: {clean_error(seeded.text)[:500]}")
 
     async def reset(self) -> Start:
         messages, prompted = self._messages, 0
@@ -201,7 +202,7 @@ class NemoGymEnvironment:
         graded = self._row | {"response": build_response(self._row, self._items)}
         answer = await self._post("verify", graded, self._verify_seconds)
         if answer.status_code != 200:
-            return Verdict(reward=None, reason=f"/verify: HTTP {answer.status_code}: {answer.text[:500]}")
+            return Verdict(reward=None, reason=f"/verify: HTTP {answer.status_code}: {clean_error(answer.text)[:500]}")
         try:
             check_values(answer.content)
             return read_verdict(answer.json())
