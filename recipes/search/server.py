@@ -7,8 +7,7 @@ from pathlib import Path
 
 from mcp.server import MCPServer
 
-SHOWN = 2
-BEST = "SELECT passage FROM passages WHERE passage MATCH ? ORDER BY rank, rowid LIMIT ?"
+BEST = "SELECT passage FROM passages WHERE passage MATCH ? ORDER BY rank, rowid LIMIT 1"
 PASSAGES = Path(__file__).with_name("persons.tsv")
 
 
@@ -22,10 +21,11 @@ def build_index() -> sqlite3.Connection:
     return index
 
 
-def find_passages(query: str) -> list[str]:
-    """Those with any word of a query, the best by BM25 first."""
+def find_passage(query: str) -> str:
+    """The best by BM25 of those with any word of a query; empty if there is none."""
     words = " OR ".join(f'"{word}"' for word in ["", *re.findall(r"\w+", query)])
-    return [passage for (passage,) in build_index().execute(BEST, (words, SHOWN))]
+    found = build_index().execute(BEST, (words,)).fetchone()
+    return found[0] if found else ""
 
 
 def make_server(task):
@@ -33,8 +33,8 @@ def make_server(task):
 
     @server.tool()
     def search(query: str) -> str:
-        """The passages about a query."""
-        return "\n".join(find_passages(query)) or "Nothing found."
+        """The passage that is most about a query."""
+        return find_passage(query) or "Nothing found."
 
     return server
 
