@@ -10,7 +10,9 @@ import atexit
 import os
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -28,6 +30,8 @@ AUTH_VARIABLE = "FLEETBUS_NATS_AUTH"
 
 INTERRUPTED_SECONDS = 5.0
 
+ENDED_MEANWHILE = "the connection was closed during the call"
+
 _lock = threading.Lock()
 _open: dict[tuple[str, str], SharedClient] = {}
 
@@ -36,7 +40,6 @@ class SharedClient:
     """One run's client on its loop."""
 
     def __init__(self, portal: BlockingPortal, client: SessionClient) -> None:
-        self._portal = portal
         self._loop = portal.call(asyncio.get_running_loop)
         self._client = client
 
@@ -46,7 +49,8 @@ class SharedClient:
 
     def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run a coroutine function on the loop and wait for it, in a thread that has no loop running. Interrupted, as by
-        Ctrl-C, it cancels the call, and leaves it `INTERRUPTED_SECONDS` to release what it holds."""
+        Ctrl-C, it cancels the call, and leaves it `INTERRUPTED_SECONDS` to release what it holds, also where the loop is held
+        up. Raises `BusClosed` if that has ended, or ends meanwhile."""
         ended = threading.Event()
 
         async def run() -> T:
@@ -55,9 +59,11 @@ class SharedClient:
             finally:
                 ended.set()
 
-        running = self._portal.start_task_soon(run)
+        running = _start(run, self._loop)
         try:
             return running.result()
+        except CancelledError:
+            raise BusClosed(ENDED_MEANWHILE) from None
         finally:
             if running.cancel():  # else it is over
                 ended.wait(INTERRUPTED_SECONDS)
@@ -68,25 +74,30 @@ class SharedClient:
 
 
 async def wait_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """Run a coroutine function on the loop of another thread: with a portal's own way to start a call the caller's loop would
-    stand still until that one has its turn. Cancelling it cancels the call. Raises `BusClosed` if that loop has ended, or ends
-    meanwhile."""
-
-    async def call() -> T:
-        return await function(*args)
-
-    calling = call()
-    try:
-        called = asyncio.run_coroutine_threadsafe(calling, loop)
-    except RuntimeError:  # the loop is closed
-        calling.close()
-        raise BusClosed("the connection is closed") from None
+    """Run a coroutine function on the loop of another thread. Cancelling it cancels the call. Raises `BusClosed` if that loop
+    has ended, or ends meanwhile."""
+    called = _start(partial(function, *args), loop)
     try:
         return await asyncio.wrap_future(called)
     except asyncio.CancelledError:
         if (caller := asyncio.current_task()) is None or caller.cancelling():
             raise
-        raise BusClosed("the connection was closed during the call") from None
+        raise BusClosed(ENDED_MEANWHILE) from None
+
+
+def _start(function: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop) -> Future[T]:
+    """Start a call on the loop of another thread: with a portal's own way the caller would stand still until that loop has its
+    turn, and one that gave up before could not cancel the call."""
+
+    async def call() -> T:
+        return await function()
+
+    calling = call()
+    try:
+        return asyncio.run_coroutine_threadsafe(calling, loop)
+    except RuntimeError:  # the loop is closed
+        calling.close()
+        raise BusClosed("the connection is closed") from None
 
 
 def get_shared_client(url: str, run: str) -> SharedClient:

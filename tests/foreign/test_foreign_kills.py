@@ -1,9 +1,13 @@
-"""Episodes of another package on a real server while the workers that play them are killed: none is lost or doubled."""
+"""Episodes of another package on a real server while the workers that play them are killed: none is lost or doubled.
+
+Packages that the starter policy can play are killed where they are trained: `test_training_under_kills`.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +21,17 @@ from fleetbus.bus.base import Bus
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, Task, encode
 from tests.agents.test_agents_under_kills import SUBJECTS, WORKER, build_request, fleet, kill_in_turn
+from tests.foreign.killed_workers import Workers, run_log
+from tests.foreign.killed_workers import play_all as play_tasks
+from tests.foreign.recorded_games import V1
 from tests.support.processes import children
 
 GUESS = Path(__file__).parent / "stand_in" / "guess"
 SPEC = f"verifiers+python={sys.executable}:{GUESS} turns=4"
 EPISODES = 150
+GAMES, KILLED_EVERY = 40, 4
+"""Of the real package, and results after which a worker is killed: it plays others."""
+
 FAILING = 5
 """Every so many episodes one is an error of the package's."""
 
@@ -79,4 +89,29 @@ async def test_episodes_of_another_package_are_neither_lost_nor_doubled_while_wo
     taken_over = sum(stored[0].attempt > 1 for stored in results.values())
     print(f"{len(results)} episodes, {taken_over} taken over")
     assert taken_over
+    assert not children()
+
+
+CONTRACT = 'Two and two.\n{"problem": "2+2?", "answer": 4}'
+"""What a proposer of verifiers' `proposer_solver` has to say, and a right answer of its solver's: the last number counts."""
+
+
+@pytest.mark.foreign
+@pytest.mark.timeout(3600)
+async def test_games_of_two_roles_are_neither_lost_nor_doubled_while_workers_are_killed(tmp_path: Path) -> None:
+    spec = f"verifiers+python={V1}:proposer_solver role=all proposer.harness.id=null solver.harness.id=null"
+    tasks = [Task(key=f"t{number}", prompt="", config={"index": number % 6}) for number in range(GAMES)]
+    async with run_log(tmp_path) as (url, bus):
+        with Workers(url, spec, {"": [CONTRACT]}) as workers, anyio.fail_after(3000):
+
+            async def kill(count: int, result: EpisodeFinished) -> None:
+                if count % KILLED_EVERY == 0:
+                    await workers.kill_inference() if count % (3 * KILLED_EVERY) == 0 else await workers.kill(result.worker)
+
+            results = await play_tasks(bus, tasks, kill)
+        report = await audit_run(bus, SUBJECTS)
+    assert report.balanced, report.findings
+    print(Counter((each.outcome, each.error_class, each.reward, each.attempt) for [each] in results))
+    assert {(each.outcome, each.reward) for [each] in results} == {("completed", 1.0)}
+    assert any(each.attempt > 1 for [each] in results)
     assert not children()

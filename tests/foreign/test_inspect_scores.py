@@ -15,6 +15,7 @@ import anyio
 import pytest
 
 from fleetbus_workers.environment.adapters.foreign import tasks as foreign_tasks
+from tests.foreign import playing
 from tests.foreign.playing import play_all
 from tests.groups import lacks_docker
 
@@ -107,3 +108,11 @@ async def test_a_task_of_data_that_is_shuffled_is_the_one_that_was_listed() -> N
     assert sums != sorted(sums), "it is shuffled"
     episodes = [(each["config"]["index"], [str(right)]) for each, right in zip(listed, sums, strict=True)]
     assert await play_all(f"inspect+python={PYTHON}:{task}", episodes) == [1.0] * len(listed)
+
+
+@pytest.mark.parametrize(("said", "score"), [("It is 2.", 1.0), ("Hm.", 0.0)])
+async def test_an_agent_that_never_ends_is_scored_as_it_stands_where_turns_run_out(
+    said: str, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(playing, "MAX_TURNS", 3)
+    assert await playing.play_all(f"inspect+python={PYTHON}:{SMALL}@sums_with_a_tool", [(5, [said])], pad=said) == [score]

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -26,62 +25,50 @@ from fleetbus.errors import BusError, UserError
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, Subjects
 from fleetbus_workers.run_access.log_access import open_run
+from tests.foreign.trained_cases import CASES, FLEETBUS, TASKS, run_here
 
-ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent
-FLEETBUS = [sys.executable, "-m", "fleetbus"]
 RUN = "killed"
 STEPS, GROUPS, GROUP_SIZE = 5, 2, 4
+SECONDS = 1800
 KILLED_EVERY = 4
 """Results between two kills: half of a step's."""
 
 VICTIMS = ("environment", "environment", "inference", "environment", "environment", "learner")
 """In turn; of the environment workers the one that stored the last result. More of them: theirs are the packages."""
 
-NAMES = ("verifiers", "verifiers-v0", "inspect")
-V1, V0, INSPECT = (ROOT / f".venv-{name}" / "bin/python" for name in NAMES)
-CASES = {
-    "tool_test": (V0, "verifiers:tool_test"),
-    "kuhn_poker": (V1, "verifiers:kuhn_poker player0.harness.id=null player1.harness.id=null"),
-    "scratchpad": (V1, "verifiers:scratchpad agent.harness.id=null"),
-    "inspect_sums": (INSPECT, f"inspect:{HERE}/inspect_tasks/small.py@sums"),
-}
-
-pytestmark = [pytest.mark.foreign, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.foreign, pytest.mark.timeout(5400)]
 
 
 @pytest.mark.parametrize("name", CASES)
 async def test_an_environment_of_another_package_is_trained_under_kills(name: str, tmp_path: Path) -> None:
-    python, spec = CASES[name]
-    options = ["--environment-python", str(python)]
-    run_here(tmp_path, *FLEETBUS, "tasks", "import", spec, *options)
-    sizes = ["--steps", f"{STEPS}", "--learner-groups", f"{GROUPS}", "--learner-group-size", f"{GROUP_SIZE}"]
-    command = [*FLEETBUS, "up", "--run", RUN, "--environment", spec, *options, "--tasks", "tasks.json", *sizes]
-    command += ["--environment-workers", "2", "--evaluation-episodes", "0", "--no-monitor"]
-    killed: list[str] = []
-    with (tmp_path / "up.log").open("wb") as said:
-        up = subprocess.Popen(command, cwd=tmp_path, stdout=said, stderr=said)  # noqa: ASYNC220 - it starts at once
-        try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(kill_in_turn, psutil.Process(up.pid), tmp_path / ".fleetbus/runs", killed)
-                with anyio.fail_after(600):
-                    while up.poll() is None:  # noqa: ASYNC110
-                        await anyio.sleep(0.1)
-                group.cancel_scope.cancel()
-        finally:
-            up.terminate()
-            up.wait(60)
-    assert up.returncode == 0, (tmp_path / "up.log").read_text()
+    async with CASES[name](tmp_path) as options:
+        killed = await train(tmp_path, options)
     audit = json.loads(run_here(tmp_path, *FLEETBUS, "audit", RUN, "--deep", "--json"))
     print(name, audit, "killed:", *killed)
     assert audit["balanced"]
     assert set(killed) == set(VICTIMS)
 
 
-def run_here(folder: Path, *command: str) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+async def train(folder: Path, options: list[str]) -> list[str]:
+    """The roles that were killed until ``up`` ended."""
+    sizes = ["--steps", f"{STEPS}", "--learner-groups", f"{GROUPS}", "--learner-group-size", f"{GROUP_SIZE}"]
+    command = [*FLEETBUS, "up", "--run", RUN, *options, "--tasks", TASKS, *sizes]
+    command += ["--environment-workers", "2", "--evaluation-episodes", "0", "--no-monitor"]
+    killed: list[str] = []
+    with (folder / "up.log").open("wb") as said:
+        up = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said)  # noqa: ASYNC220 - it starts at once
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(kill_in_turn, psutil.Process(up.pid), folder / ".fleetbus/runs", killed)
+                with anyio.fail_after(SECONDS):
+                    while up.poll() is None:  # noqa: ASYNC110
+                        await anyio.sleep(0.1)
+                group.cancel_scope.cancel()
+        finally:
+            up.terminate()
+            up.wait(60)
+    assert up.returncode == 0, (folder / "up.log").read_text()
+    return killed
 
 
 async def kill_in_turn(up: psutil.Process, runs: Path, killed: list[str]) -> None:

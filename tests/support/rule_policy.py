@@ -1,6 +1,7 @@
 """A policy of rules that talks text: a template of one token per byte, an engine that says what the prompt's world asks for.
 
-A prompt names its world as ``WORLD=name``; `LINES` has what is said there, turn by turn, the last line over and over.
+A prompt names its world as ``WORLD=name``, or is of the world ``""``; `LINES` has what is said there, turn by turn, the last
+line over and over.
 """
 
 from __future__ import annotations
@@ -82,13 +83,14 @@ class RuleSampler(ScriptedSampler):
     async def generate(self, request: GenerationRequest) -> Generation:
         history = RuleTemplate().decode_text(request.ids)
         found = _WORLD.search(history)
-        assert found is not None, history
+        world = found[1] if found else ""
+        assert world in self._lines, history
         turn = sum(one == STOP for one in request.ids)
         await anyio.sleep(self._seconds)
-        event = self._hold(found[1], turn)
+        event = self._hold(world, turn)
         if event is not None:
             await event.wait()
-        lines = self._lines[found[1]]
+        lines = self._lines[world]
         said = lines[min(turn, len(lines) - 1)]
         ids = [*(FIRST_BYTE + byte for byte in said.encode()[: request.max_tokens - 1]), STOP]
         span = VersionSpan(version=self.version, start=0, stop=len(ids))

@@ -308,7 +308,8 @@ def test_the_names_of_the_protocol_s_own_client_are_understood() -> None:
     ("config", "words"),
     [
         ({}, "no remote-gym server"),
-        ({"base_urls": "ftp://x"}, "is not the address"),
+        ({"base_urls": "ftp://x"}, "is not an address"),
+        ({"base_urls": "ftp://u:secret@x"}, "is not an address"),
         ({"base_urls": "http://u:secret@x"}, "GYM_API_KEY"),
         ({"base_urls": [1]}, "list of URLs"),
         ({"base_urls": "http://x", "timeout": "long"}, "timeout"),
@@ -334,7 +335,7 @@ async def test_the_spec_names_default_servers() -> None:
             await environment.open(Task(key="t"))
             assert len((await environment.reset()).messages) == 2
             await environment.close()
-    with pytest.raises(UserError, match="is not the address"):
+    with pytest.raises(UserError, match="is not an address"):
         build_environment_factory("remote-gym:nonsense", verifier=NoGrader())
 
 

@@ -284,6 +284,7 @@ async def test_a_server_that_answers_nothing_after_a_call_that_timed_out_is_gone
         ("http:localhost/mcp", "is not an address"),
         ("http:http://a/mcp,https://", "'https://' is not an address"),
         ("http:http://a:99999/mcp", "is not an address"),
+        ("http:http://a:0/mcp", "is not an address"),
         ("http:http://user:word@a b/mcp", "'http://a b/mcp' is not an address"),
         ("http:http://a/mcp,http://user:word@b/mcp", "MCP_BEARER_TOKEN"),
         ("http://user:word@b/mcp", "MCP_BEARER_TOKEN"),

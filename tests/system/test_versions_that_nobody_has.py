@@ -126,11 +126,11 @@ async def test_a_version_that_nobody_has_is_tried_for_a_minute_as_if_it_were_on_
 
 
 class Late(ScriptedSampler):
-    """Can have a version 20 s after it was tried first, or published."""
+    """Has a version at the time that ``arrives`` says."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.arrives: dict[int, float] = {0: 0.0}
+        self.arrives: dict[int, float] = {}
 
     async def load(self, policy: PolicyPublished) -> None:
         if anyio.current_time() < self.arrives[policy.version]:
@@ -138,16 +138,43 @@ class Late(ScriptedSampler):
         await super().load(policy)
 
 
-async def test_a_worker_whose_files_arrive_later_than_the_next_version_is_some_behind_and_no_more() -> None:
-    """Each new version began its tries anew, and so none was ever loaded."""
+@pytest.mark.parametrize(("late_seconds", "behind"), [(20, 3), (45, 7)])
+async def test_a_worker_whose_files_arrive_later_than_the_next_versions_is_some_behind_and_no_more(
+    late_seconds: int, behind: int
+) -> None:
+    """Each new version began its tries anew, and few of those before were tried: so none was ever loaded."""
     sampler, server = Late(), MemoryServer()
     server.declare(plan_run(RUN, lanes=2))
     async with server.connect(RUN, worker="test") as bus, inference_worker(bus, RUN, sampler):
         for version in range(60):
-            sampler.arrives[version] = anyio.current_time() + 20 * (version > 0)
+            sampler.arrives[version] = anyio.current_time() + late_seconds * (version > 0)
             await bus.publish(POLICY, encode(published(version)))
             await anyio.sleep(8)
-            assert version < 9 or sampler.version >= version - 3
+            assert version < 12 or sampler.version >= version - behind
+
+
+class Hanging(ScriptedSampler):
+    """Takes 30 s to say that it has no version, as a disk that hangs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: list[int] = []
+
+    async def load(self, policy: PolicyPublished) -> None:
+        self.tried.append(policy.version)
+        await anyio.sleep(30)
+        raise WeightsRejected("the disk does not answer")
+
+
+async def test_a_disk_that_hangs_is_asked_for_few_versions_before_the_newest_is_tried_again() -> None:
+    sampler, server = Hanging(), MemoryServer()
+    server.declare(plan_run(RUN, lanes=2))
+    async with server.connect(RUN, worker="test") as bus:
+        for version in range(20):
+            await bus.publish(POLICY, encode(published(version)))
+        async with inference_worker(bus, RUN, sampler):
+            await anyio.sleep(600)
+    assert sampler.tried[:9] == [19, 19, 19, 18, 17, 19, 18, 17, 19]
 
 
 async def ask(fleet: SmallDeployment) -> None:

@@ -97,9 +97,9 @@ async def test_a_scripted_environment_has_the_turns_that_it_was_told() -> None:
         ("openenv:", "must be written as openenv:URL"),
         ("nemo-gym:", "must be written as nemo-gym:URL"),
         ("ors:", "must be written as ors:URL[#ENVIRONMENT]"),
-        ("ors:h:8080#sums", "is not the address of an ORS server"),
-        ("ors:http://h:port#sums", "is not a URL"),
-        ("ors:http://u:secret@h#sums", "must not hold a password: set the key in ORS_API_KEY"),
+        ("ors:h:8080#sums", "is not an address such as ors:http://127.0.0.1:8080#my_env"),
+        ("ors:http://h:port#sums", "is not an address such as"),
+        ("ors:http://u:secret@h#sums", "must not hold a password: set ORS_API_KEY instead"),
         ("ors:http://h?size=3#sums", "must not have a query"),
         ("ors:http://h#sums count=3", "must be written as ors:URL[#ENVIRONMENT] [split=NAME]"),
         ("https:", "must be written as http:URL"),
@@ -132,6 +132,14 @@ def test_a_mistake_gets_one_line(spec: str, words: str) -> None:
         build_environment_factory(spec, verifier=NoGrader())
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["ors", "remote-gym", "openenv", "nemo-gym"])
+@pytest.mark.parametrize("address", ["http://u:secret@h", "ftp://u:secret@h", "http://u:secret@h:port"])
+def test_a_password_in_the_address_of_a_server_is_refused_and_not_shown(kind: str, address: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build_environment_factory(f"{kind}:{address}", verifier=NoGrader())
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.integration

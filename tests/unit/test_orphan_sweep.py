@@ -151,3 +151,27 @@ async def test_a_session_that_may_still_be_in_a_step_is_no_orphan() -> None:
         await anyio.sleep(200)
         assert (await read_session_journal(bus, S, "a")).ended is not None
         tasks.cancel_scope.cancel()
+
+
+async def test_an_environment_is_made_once_per_key_however_many_orphans_and_sweeps_there_are() -> None:
+    """A constructor that blocks held up the whole worker for each of them, with every sweep."""
+    made: list[str] = []
+
+    def make(journal: Journal) -> float:
+        assert journal.claim is not None
+        made.append(journal.claim.task.env)
+        return 1000.0
+
+    async def release(_: Journal) -> None: ...
+
+    async with MemoryServer().connect("r", worker="w") as bus, anyio.create_task_group() as tasks:
+        await bus.declare(plan_run("r", lanes=1))
+        for number in range(20):
+            task = Task(key="t", env=f"e{number % 2}")
+            claim = SessionClaimed(session=f"s{number}", attempt=1, worker="gone", nonce="n", task=task)
+            await bus.publish(S.session(f"s{number}"), encode(claim))
+        tasks.start_soon(OrphanSweep(bus, S, worker="w", limits=LIMITS, release=release, find_step_seconds=make).run)
+        await anyio.sleep(1200)
+        ended = [(await read_session_journal(bus, S, f"s{number}")).ended for number in range(20)]
+        tasks.cancel_scope.cancel()
+    assert all(ended) and made == ["e0", "e1"]

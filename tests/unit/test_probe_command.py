@@ -225,7 +225,7 @@ def test_the_environments_that_ship_raise_no_alarm(
     expect_silence(capsys, "--recipe", recipe, "--cases", "1")
 
 
-@pytest.mark.parametrize("recipe", ["calculator", "own-tools"])
+@pytest.mark.parametrize("recipe", ["calculator", "own-tools", "search"])
 def test_the_verifiers_that_ship_raise_no_alarm(
     recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

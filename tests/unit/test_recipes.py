@@ -18,7 +18,7 @@ from fleetbus_workers.learner.curriculum import load_split
 from fleetbus_workers.up import recipes
 from fleetbus_workers.up.recipes import find_recipe, format_recipes, list_recipes
 
-NAMES = ["arithmetic", "calculator", "countdown", "default", "frozen-lake", "own-tools", "sums"]
+NAMES = ["arithmetic", "calculator", "countdown", "default", "frozen-lake", "own-tools", "search", "sums"]
 
 
 @pytest.fixture(autouse=True)

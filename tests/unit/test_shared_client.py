@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ import anyio
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+from fleetbus.client import blocking
 from fleetbus.client.blocking import SharedClient
 from fleetbus.errors import BusClosed
 
@@ -36,14 +39,14 @@ blocking.open_client = open_client
 blocking.get_shared_client("u", "r")
 child = multiprocessing.get_context("fork").Process(target=call)
 child.start()
-child.join(10)
+child.join(60)
 child.kill()
 sys.exit(child.exitcode if child.exitcode is not None else "the call of the forked process did not end")
 """
 
 
 def test_a_forked_process_calls_on_a_loop_of_its_own() -> None:
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -130,16 +133,38 @@ def test_a_call_on_a_shared_loop_that_has_ended_says_that_it_is_closed() -> None
         client = SharedClient(portal, cast("Any", None))
     with pytest.raises(BusClosed, match="the connection is closed"):
         asyncio.run(client.wait(answer))
+    with pytest.raises(BusClosed, match="the connection is closed"):
+        client.call(answer)
+
+
+@pytest.fixture
+def interrupt_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Interrupts the main thread a little after it has started a call."""
+    started, start, main = threading.Event(), blocking._start, threading.main_thread().ident
+    assert main is not None
+
+    def start_and_tell(*arguments: Any) -> Any:
+        running = start(*arguments)
+        started.set()
+        return running
+
+    def interrupt() -> None:
+        started.wait(60)
+        time.sleep(0.2)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    monkeypatch.setattr(blocking, "_start", start_and_tell)
+    return threading.Thread(target=interrupt).start
 
 
 def test_an_interrupted_call_is_cancelled_and_may_release_what_it_holds(
-    client: SharedClient, monkeypatch: pytest.MonkeyPatch
+    client: SharedClient, interrupt_soon: Callable[[], None]
 ) -> None:
     """As by Ctrl-C in the middle of a trainer's batch: else a session that is being opened stays open."""
-    began, events, start = threading.Event(), [], client._portal.start_task_soon
+    events: list[str] = []
 
     async def hold() -> None:
-        began.set()
+        interrupt_soon()
         try:
             await anyio.sleep_forever()
         finally:
@@ -147,19 +172,43 @@ def test_an_interrupted_call_is_cancelled_and_may_release_what_it_holds(
                 await anyio.sleep(0.05)
                 events.append("released")
 
-    def interrupt() -> None:
-        began.wait()
-        raise KeyboardInterrupt
-
-    def start_to_be_interrupted(function: Any) -> Any:
-        running = start(function)
-        monkeypatch.setattr(running, "result", interrupt)
-        return running
-
-    monkeypatch.setattr(client._portal, "start_task_soon", start_to_be_interrupted)
     with pytest.raises(KeyboardInterrupt):
         client.call(hold)
     assert events == ["released"]
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_an_interrupted_call_ends_in_time_while_the_shared_loop_is_held_up_and_is_cancelled_once_it_goes_on(
+    client: SharedClient, monkeypatch: pytest.MonkeyPatch, interrupt_soon: Callable[[], None], has_begun: bool
+) -> None:
+    """One that was to begin began afterwards, and a session that nobody knew of was opened."""
+    monkeypatch.setattr(blocking, "INTERRUPTED_SECONDS", 0.1)
+    released, events = threading.Event(), list[str]()
+
+    async def hold_up() -> None:
+        interrupt_soon()
+        released.wait(60)
+
+    async def open_session() -> None:
+        events.append("begun")
+        if has_begun:
+            holding = asyncio.ensure_future(hold_up())
+        try:
+            await anyio.sleep_forever()
+        finally:
+            events.append("ended")
+            assert not has_begun or holding.done()
+
+    async def do_nothing() -> None: ...
+
+    if not has_begun:
+        asyncio.run_coroutine_threadsafe(hold_up(), client._loop)
+    with pytest.raises(KeyboardInterrupt):
+        client.call(open_session)
+    assert not released.is_set() and "ended" not in events
+    released.set()
+    client.call(do_nothing)
+    assert events in (["begun", "ended"], [])
 
 
 LEFT_CALL = """
@@ -184,4 +233,4 @@ began.wait()
 
 
 def test_the_end_of_a_process_waits_for_no_call() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", LEFT_CALL], capture_output=True, timeout=20, check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", LEFT_CALL], capture_output=True, timeout=120, check=True)

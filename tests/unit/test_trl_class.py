@@ -14,7 +14,8 @@ import pytest
 from fleetbus.config.settings import Configuration
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, Task, ToolCall
-from fleetbus_workers.environment.adapters.mcp.trl_class import MAX_THREADS, TrlConnection
+from fleetbus_workers.environment.adapters.common.call_threads import CallThreads
+from fleetbus_workers.environment.adapters.mcp.trl_class import TrlConnection
 from fleetbus_workers.environment.specs import build_environment_factory
 from tests.support.tool_calls import NoGrader
 
@@ -171,7 +172,7 @@ async def test_calls_after_one_that_was_given_up_take_no_thread_until_it_has_end
         def look(self) -> bool:
             return released.wait(30)
 
-    connection = TrlConnection(Stuck, (), TASK, call_seconds=0.02, threads=anyio.CapacityLimiter(MAX_THREADS))
+    connection = TrlConnection(Stuck, (), TASK, call_seconds=0.02, threads=CallThreads())
     await connection.open()
     assert (await connection.call_tool("look", {})).failed
     before = threading.active_count()

@@ -9,7 +9,7 @@ import pytest
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import ToolSpec
-from fleetbus_workers.trainers.trl_tools import build_methods
+from fleetbus_workers.trainers.trl_tools import MAX_CHARACTERS, build_methods
 
 pytest.importorskip("torch")  # transformers imports it when it makes a schema: on a busy machine longer than a test may take
 get_json_schema = pytest.importorskip("transformers.utils").get_json_schema
@@ -101,8 +101,24 @@ def test_schemas_that_name_themselves_stay_of_their_own_size() -> None:
     definitions = {"Node": node} | {f"N{depth}": {"anyOf": [{"$ref": f"#/$defs/N{depth + 1}"}] * 8} for depth in range(20)}
     for name in ("Node", "N0"):
         read = read_schema({"type": "object", "properties": {"value": {"$ref": f"#/$defs/{name}"}}, "$defs": definitions})
-        assert len(str(read)) < 10_000
+        assert len(str(read)) < 2 * MAX_CHARACTERS
     assert read_schema({"type": "object", "properties": {"value": {"type": ["array"] * 40, "items": {"type": "string"}}}})
+
+
+def test_many_references_to_one_long_definition_take_what_there_is_room_for() -> None:
+    def read(characters: int) -> tuple[str, float]:
+        place = {"type": "object", "properties": {"kind": {"enum": ["x" * 100] * (characters // 100)}}}
+        properties = {f"p{number}": {"$ref": "#/$defs/Place"} for number in range(64)}
+        began = time.process_time()
+        (method,) = build_methods(
+            [ToolSpec("act", "", {"properties": properties, "$defs": {"Place": place}})], lambda *_: ""
+        ).values()
+        return method.__doc__ or "", time.process_time() - began
+
+    said, _ = read(500)
+    assert said.count("enum") == 64
+    said, seconds = read(1 << 20)
+    assert len(said) < MAX_CHARACTERS and seconds < 1.0, "one for each took six seconds"
 
 
 def test_thousands_of_alternatives_are_joined_at_once() -> None:

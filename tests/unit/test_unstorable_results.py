@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from fleetbus_schemas import Action, ChatMessage
 from fleetbus_workers.environment.adapters.scripted import ScriptedEnvironment
 from fleetbus_workers.environment.base import Step, Verdict
-from fleetbus_workers.environment.failure_location import TRACEBACK_CHARS, clean_traceback
+from fleetbus_workers.environment.failure_location import ERROR_CHARS, TRACEBACK_CHARS, clean_error, clean_traceback
 from fleetbus_workers.environment.normalization import TOO_DEEP, clip_values, to_plain_values
 from tests.support.small_deployment import small_deployment
 from tests.support.virtual_time import virtual_time
@@ -103,3 +104,21 @@ def test_a_traceback_that_quotes_megabytes_is_read_at_its_ends_alone() -> None:
     text = clean_traceback("password=hunter2 " + "x = 'y' " * 4 * MIB + " password=hunter3")
     assert len(text) <= TRACEBACK_CHARS + 100
     assert "hunter" not in text
+
+
+@pytest.mark.parametrize("clean", [clean_error, clean_traceback])
+@pytest.mark.parametrize("length", [4 * ERROR_CHARS, 1 << 14, 1 << 16, 1 << 18])
+def test_no_part_of_a_secret_is_left_where_a_long_text_is_cut(clean: Callable[[str], str], length: int) -> None:
+    """Texts became short where secrets were taken out of them: then their edge was shown."""
+    key = f"sk-{'A1b2' * 10}"
+    for shift in range(5, len(key), 5):
+        before = f"-----BEGIN PRIVATE KEY-----{'x' * (length // 2)}-----END PRIVATE KEY----- api_key="
+        before += f"{'y' * (length - shift - len(before) - 1)} "
+        shown = clean(f"{before}{key} api_key={'z' * MIB} {key} api_key={'z' * (length - shift - 10)} ")
+        assert "A1b2" not in shown and "[redacted]" in shown and len(shown) <= TRACEBACK_CHARS + 100
+
+
+def test_an_error_of_megabytes_is_cleaned_at_once() -> None:
+    started = time.process_time()
+    assert len(clean_error("word " * MIB)) == ERROR_CHARS
+    assert time.process_time() - started < 2.0

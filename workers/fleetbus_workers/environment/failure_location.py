@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
+from fleetbus.logs.secret_formats import REDACTED
 from fleetbus.recording.redaction import Redactor, find_environment_secrets
 
 ERROR_CHARS = 1000
@@ -20,6 +21,9 @@ TRACEBACK_CHARS = 4000
 _HEAD_CHARS = 800
 _READ_CHARS = 1 << 16
 """Of each end of a text, this much is looked through for secrets: it may quote megabytes that a server sent."""
+
+_EDGE_CHARS = 1 << 13
+"""So much of that is not shown beside what was not looked through: a secret that is cut there is not recognized as one."""
 
 _LIBRARY = str(Path(os.__file__).resolve().parent) + os.sep
 """The standard library: not asked of `sysconfig`, which a thread must not do while another one imports."""
@@ -73,19 +77,26 @@ def shows_other_code(error: BaseException) -> bool:
 def clean_error(text: str) -> str:
     """An error's text as a result may carry it: without secrets, which a server may quote, encodable, not longer than a reader
     wants."""
-    return _build_redactor().clean_text(text[: 4 * ERROR_CHARS])[:ERROR_CHARS].encode("utf-8", "replace").decode()
+    return _clean_beginning(text, 2 * _EDGE_CHARS)[:ERROR_CHARS].encode("utf-8", "replace").decode()
 
 
 def clean_traceback(text: str) -> str:
     """Any text as a result may carry it: without secrets, encodable, bounded."""
     text = text.rstrip()
-    if len(text) > 2 * _READ_CHARS:
-        text = text[:_READ_CHARS] + text[-_READ_CHARS:]
-    cleaned = _build_redactor().clean_text(text)
+    if len(text) <= 2 * _READ_CHARS:
+        cleaned = _build_redactor().clean_text(text)
+    else:
+        cleaned = _clean_beginning(text, _READ_CHARS) + _build_redactor().clean_text(text[-_READ_CHARS:])[_EDGE_CHARS:]
     if len(cleaned) > TRACEBACK_CHARS:
         left = len(cleaned) - TRACEBACK_CHARS
         cleaned = f"{cleaned[:_HEAD_CHARS]}\n[{left} characters left out]\n{cleaned[_HEAD_CHARS + left :]}"
     return cleaned.encode("utf-8", "replace").decode()
+
+
+def _clean_beginning(text: str, chars: int) -> str:
+    """The text without secrets if it has so many characters, else less than so many of it."""
+    cleaned = _build_redactor().clean_text(text[:chars])
+    return cleaned if len(text) <= chars else cleaned[:-_EDGE_CHARS] or REDACTED
 
 
 def _list_frames(error: BaseException) -> list[tuple[CodeType, int]]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -105,16 +105,19 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
-def check_http_address(spec: str, url: str, *, example: str, secret: str) -> None:
-    """Raises `UserError` that shows ``spec`` without its credentials, and an ``example``, if ``url`` is no HTTP address, or has
-    a password: specs are shown and stored. ``secret`` is the environment variable that takes one instead."""
+def check_http_address(spec: str, url: str, *, example: str, secret: str = "") -> SplitResult:
+    """The parts of an HTTP address. Raises `UserError` that shows ``spec`` without its credentials, and an ``example``, if
+    ``url`` is none, or has a password: specs are shown and stored. ``secret`` is the environment variable that takes one
+    instead."""
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False
     if not valid or any(character.isspace() for character in url):
         shown, address = strip_credentials(spec), strip_credentials(url)
         raise UserError(f"environment {shown!r}: {address!r} is not an address such as {example}")
     if parts.username or parts.password:
-        raise UserError(f"the address of {parts.hostname} must not hold a password: set {secret} instead")
+        instead = f"set {secret} instead" if secret else "settings are written to files"
+        raise UserError(f"the address of {parts.hostname} must not hold a password: {instead}")
+    return parts

@@ -47,8 +47,11 @@ TRIES_OF_THE_NEWEST = 3
 """After so many, of one version or of several that followed each other, a worker loads the newest of those before, which it may
 have passed over: else it would answer nothing, or from the version that it had, while others go on."""
 
-EARLIER_VERSIONS = 3
-"""So many of those before are tried; the files of others are hardly there any more."""
+EARLIER_VERSIONS = 8
+"""So many of those before are tried: files may be that many versions late, and what others sample is hardly trained."""
+
+EARLIER_SECONDS = 60.0
+"""None of them is begun later than this after the first: a disk that hangs takes its time for each."""
 
 log = structlog.get_logger()
 
@@ -205,7 +208,10 @@ class InferenceWorker:
             log.warning("log read failed; continuing", reason=str(unanswered))
             return False
         loaded = self._sampler.version if self._ready.is_set() else -1
+        begun_at = anyio.current_time()
         for published in reversed([each for each in earlier if each.policy == self._policy and each.version > loaded]):
+            if anyio.current_time() - begun_at >= EARLIER_SECONDS:
+                break
             if await self._load_version(published):
                 log.warning("a version before the newest is loaded", version=published.version, newest=newest.version)
                 break

@@ -19,8 +19,8 @@ Call = Callable[[Any, str, dict[str, Any]], str]
 TAKEN = ("reset", "get_reward", "failure")
 """Names of methods that TRL takes for no tools, beside those with an underscore before them."""
 
-MAX_REFERENCES = 64
-"""So many references of a tool are followed; what more of them name may be any value."""
+MAX_CHARACTERS = 1 << 16
+"""So much of its definitions a tool's references may take, as JSON; what more of them name may be any value."""
 
 _TYPES: dict[object, Any] = {
     "string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict, "null": type(None),
@@ -48,11 +48,8 @@ def build_methods(tools: Sequence[ToolSpec], call: Call) -> dict[str, FunctionTy
 
 def _build_method(tool: ToolSpec, call: Call) -> FunctionType:
     properties, required = tool.parameters.get("properties") or {}, tool.parameters.get("required") or ()
-    definitions = tool.parameters.get("$defs") or tool.parameters.get("definitions") or {}
-    room = [MAX_REFERENCES]
-    schemas = {
-        name: _resolve(each, definitions, room) if isinstance(each, Mapping) else {} for name, each in properties.items()
-    }
+    definitions = _Definitions(tool.parameters.get("$defs") or tool.parameters.get("definitions") or {})
+    schemas = {name: _resolve(each, definitions) if isinstance(each, Mapping) else {} for name, each in properties.items()}
     own_names = {_name_argument(name): name for name in schemas}
     if len(own_names) < len(schemas):
         raise ValueError(f"two of {sorted(schemas)} would have one name as Python's arguments")
@@ -122,19 +119,35 @@ def _name_argument(name: str) -> str:
     return f"{plain}_" if keyword.iskeyword(plain) or plain == "self" else plain
 
 
-def _resolve(schema: Any, definitions: Mapping[str, Any], room: list[int], above: tuple[str, ...] = ()) -> Any:
+class _Definitions:
+    """The definitions of one tool, given out as far as there is room."""
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        self._schemas = schemas
+        self._sizes: dict[str, int] = {}
+        self._room = MAX_CHARACTERS
+
+    def take(self, name: str) -> Mapping[str, Any]:
+        """A definition; an empty one where there is none, or no room for it."""
+        found = self._schemas.get(name)
+        if not isinstance(found, Mapping):
+            return {}
+        if name not in self._sizes:
+            self._sizes[name] = len(json.dumps(found))
+        if self._sizes[name] > self._room:
+            return {}
+        self._room -= self._sizes[name]
+        return found
+
+
+def _resolve(schema: Any, definitions: _Definitions, above: tuple[str, ...] = ()) -> Any:
     """The schema without references; one inside what it names may be any value."""
     if isinstance(schema, list):
-        return [_resolve(each, definitions, room, above) for each in schema]
+        return [_resolve(each, definitions, above) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     if isinstance(reference := schema.get("$ref"), str):
         name = reference.rpartition("/")[2]
-        found = definitions.get(name) if name not in above and room[0] > 0 else {}
-        room[0], above = room[0] - 1, (*above, name)
-        schema = {
-            **(found if isinstance(found, Mapping) else {}),
-            **{key: value for key, value in schema.items() if key != "$ref"},
-        }
-        return _resolve(schema, definitions, room, above)
-    return {key: _resolve(value, definitions, room, above) for key, value in schema.items()}
+        found = definitions.take(name) if name not in above else {}
+        return _resolve({**found, **{key: each for key, each in schema.items() if key != "$ref"}}, definitions, (*above, name))
+    return {key: _resolve(value, definitions, above) for key, value in schema.items()}

@@ -17,6 +17,8 @@ from fleetbus_schemas import SessionEnded, SessionRecorded, Subjects, encode
 from fleetbus_workers.environment.stepwise.journal_log import decode_journal_entry, read_session_journal
 
 MARGIN_SECONDS = 60.0
+MOST_KEYS = 1000
+"""Of environments, which are named in journals: so many answers are remembered."""
 
 log = structlog.get_logger()
 
@@ -24,7 +26,7 @@ log = structlog.get_logger()
 class OrphanSweep:
     """Follows the journals of a run; ``open`` holds the last sequence and time of each session that has not ended. ``release``
     is called with each journal that got its tombstone here: its environment may hold something elsewhere. ``find_step_seconds``
-    says how long a step of a session's environment may take."""
+    says how long a step of a session's environment may take; it makes one, on this loop, and is asked once per key."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class OrphanSweep:
         self._release = release
         self._idle_seconds = limits.idle
         self._find_step_seconds = find_step_seconds
+        self._step_seconds: dict[str, float] = {}
         self._orphan_seconds = limits.idle + max(limits.open, limits.reset, limits.step, limits.verify) + MARGIN_SECONDS
         self._position = 1
         self._open: dict[str, tuple[int, int]] = {}
@@ -86,7 +89,7 @@ class OrphanSweep:
         )
         try:
             journal = await read_session_journal(self._bus, self._subjects, session)
-            longest_seconds = self._idle_seconds + self._find_step_seconds(journal) + MARGIN_SECONDS
+            longest_seconds = self._idle_seconds + self._recall_step_seconds(journal) + MARGIN_SECONDS
             if self._bus.now_ns() - time_ns <= longest_seconds * 1e9:
                 return False
             self._unanswered.add(session)
@@ -96,3 +99,13 @@ class OrphanSweep:
         except SequenceConflict:
             log.debug("session journal has changed; leaving it", session=session)
         return True
+
+    def _recall_step_seconds(self, journal: Journal) -> float:
+        if journal.claim is None:
+            return self._find_step_seconds(journal)
+        key = journal.claim.task.env
+        if key not in self._step_seconds:
+            if len(self._step_seconds) >= MOST_KEYS:
+                self._step_seconds.clear()
+            self._step_seconds[key] = self._find_step_seconds(journal)
+        return self._step_seconds[key]

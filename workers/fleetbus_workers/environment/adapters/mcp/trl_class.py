@@ -7,17 +7,16 @@ episode has an object of its own; calls that are no coroutine functions run in t
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import anyio
-import anyio.to_thread
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task, ToolSpec
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
+from fleetbus_workers.environment.adapters.common.call_threads import CallThreads, SerialCalls
 from fleetbus_workers.environment.adapters.mcp.connection import Connection, ToolResult, build_timeout_result
 from fleetbus_workers.environment.adapters.mcp.environment import McpEnvironment
 from fleetbus_workers.environment.base import EnvironmentFailed, FailedVerdict, Verdict
@@ -26,16 +25,13 @@ CALLS = ("reset", "get_reward")
 """The calls of TRL's that are no tools."""
 
 MAX_THREADS = 1024
-"""Of all these environments together, one each; those of calls that were given up are not counted."""
-
-POLL_SECONDS = 0.05
-"""Between looks for the end of a call that was given up."""
+"""Of all these environments together, one each; those of calls that were given up are counted apart."""
 
 
 def build_from_trl_class(context: AdapterContext, kind: type) -> Factory:
     """Environments of such a class. Raises `UserError` if transformers is missing, or makes no schema of a method."""
     tools = _list_tools(context.spec, kind)
-    threads = anyio.CapacityLimiter(MAX_THREADS)
+    threads = CallThreads(anyio.CapacityLimiter(MAX_THREADS))
 
     def connect(task: Task) -> Connection:
         return TrlConnection(kind, tools, task, call_seconds=context.call_seconds, threads=threads)
@@ -55,15 +51,14 @@ class TrlConnection:
         task: Task,
         *,
         call_seconds: float,
-        threads: anyio.CapacityLimiter,
+        threads: CallThreads,
     ) -> None:
         self._kind, self._tools, self._task, self._call_seconds = kind, tuple(tools), task, call_seconds
-        self._threads = threads
+        self._calls = SerialCalls(threads, kind)
         self._object: Any = None
-        self._lock = threading.Lock()
 
     async def open(self) -> None:
-        self._object = await self._run(self._kind)
+        self._object = await self._run(self._kind, "__init__")
 
     async def list_tools(self) -> tuple[ToolSpec, ...]:
         await anyio.lowlevel.checkpoint()
@@ -72,7 +67,7 @@ class TrlConnection:
     async def begin(self) -> str:
         """Reset it, and return what it says. Raises as it does, and `EnvironmentFailed` for an answer that is no text."""
         prompt = [{"role": "user", "content": self._task.prompt}]
-        said = await self._run(partial(self._object.reset, **({"prompt": prompt} | self._task.config)))
+        said = await self._run(partial(self._object.reset, **({"prompt": prompt} | self._task.config)), "reset")
         if said is not None and not isinstance(said, str):
             raise EnvironmentFailed(f"reset returned {type(said).__name__}, not a text or None: images are not for it")
         return said or ""
@@ -81,14 +76,14 @@ class TrlConnection:
         """An exception is what the policy reads, as from TRL."""
         with anyio.move_on_after(self._call_seconds):
             try:
-                return ToolResult(content=str(await self._run(partial(getattr(self._object, name), **arguments))))
+                return ToolResult(content=str(await self._run(partial(getattr(self._object, name), **arguments), name)))
             except Exception as error:  # noqa: BLE001 - a user's tool may raise anything
                 return ToolResult(content=str({"error": str(error)}), failed=True)
         return build_timeout_result(self._call_seconds)
 
     async def grade(self) -> Verdict:
         try:
-            reward = await self._run(self._object.get_reward)
+            reward = await self._run(self._object.get_reward, "get_reward")
         except Exception as error:  # noqa: BLE001 - a user's reward may raise anything
             return FailedVerdict(reward=None, reason=f"get_reward raised {type(error).__name__}: {error}")
         return Verdict(reward=None, reason="get_reward returned None") if reward is None else Verdict(reward=float(reward))
@@ -101,18 +96,10 @@ class TrlConnection:
         self._object = None
         await anyio.lowlevel.checkpoint()
 
-    async def _run(self, function: Callable[[], Any]) -> Any:
+    async def _run(self, function: Callable[[], Any], name: str) -> Any:
         if inspect.iscoroutinefunction(function.func if isinstance(function, partial) else function):
             return await function()
-
-        while self._lock.locked():  # noqa: ASYNC110 - held by a call that was given up: hundreds of threads would wait for it
-            await anyio.sleep(POLL_SECONDS)
-
-        def call() -> Any:
-            with self._lock:
-                return function()
-
-        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
+        return await self._calls.run(function, name)
 
 
 class TrlClassEnvironment(McpEnvironment):

@@ -10,28 +10,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import date
 from functools import partial
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import anyio
 import httpx
 
-from fleetbus.config.load import strip_credentials
-from fleetbus.core.text.prompts import (
-    NO_CALL,
-    build_compact_system_prompt,
-    build_fleet_system_prompt,
-    format_error,
-    format_unknown_tool,
-    truncate_text,
-)
+from fleetbus.core.text.prompts import NO_CALL, format_error, format_unknown_tool, truncate_text
 from fleetbus.core.text.tool_calls import is_done, parse_tool_calls
 from fleetbus.errors import UserError
 from fleetbus_schemas import Action, ChatMessage, Task, ToolCall, ToolSpec
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
+from fleetbus_workers.environment.adapters.common.system_prompts import build_system_prompt
 from fleetbus_workers.environment.adapters.common.tool_results import build_tool_messages, is_final_answer, read_final_answer
 from fleetbus_workers.environment.adapters.nemo_gym.items import (
     build_call,
@@ -42,6 +34,8 @@ from fleetbus_workers.environment.adapters.nemo_gym.items import (
     read_verdict,
 )
 from fleetbus_workers.environment.base import EnvironmentFailed, Start, Step, Verdict
+from fleetbus_workers.environment.failure_location import clean_error
+from fleetbus_workers.environment.task_permissions import check_http_address
 from fleetbus_workers.serving.bounded_http import bound
 from fleetbus_workers.serving.bounded_json import check_values
 
@@ -67,15 +61,9 @@ def build(context: AdapterContext) -> Factory:
 
 def check_url(url: str) -> str:
     """The address without a slash at its end. Raises `UserError`."""
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not (parts.query or parts.fragment)
-    except ValueError:
-        good = False
-    if not good:
-        raise UserError(f"environment 'nemo-gym:{strip_credentials(url)}' must be written as nemo-gym:http://HOST:PORT")
-    if parts.username or parts.password:
-        raise UserError(f"the address of {parts.hostname} must not hold a password: settings are written to files")
+    parts = check_http_address(f"nemo-gym:{url}", url, example="nemo-gym:http://HOST:PORT")
+    if parts.query or parts.fragment:
+        raise UserError(f"the address of {parts.hostname} must be written as nemo-gym:http://HOST:PORT")
     return url.rstrip("/")
 
 
@@ -101,6 +89,7 @@ class NemoGymEnvironment:
         self._bytes = observation_bytes
         self._trust = trust
         self._client: httpx.AsyncClient | None = None
+        self._task = Task(key="")
         self._row: dict[str, Any] = {}
         self._tools: tuple[ToolSpec, ...] = ()
         self._messages: tuple[ChatMessage, ...] = ()
@@ -114,7 +103,7 @@ class NemoGymEnvironment:
             raise EnvironmentFailed(f"task {task.key} has a verifier of its own: the server of NeMo Gym verifies")
         if not isinstance(row, dict):
             raise EnvironmentFailed(f"task {task.key} has no row in its config: a row of the server's dataset, as it stands")
-        self._row, self._tools, self._messages = row, read_tools(row), read_prompt(row)
+        self._task, self._row, self._tools, self._messages = task, row, read_tools(row), read_prompt(row)
         if task.prompt:
             self._messages = (ChatMessage(role="system", content=task.prompt), *self._messages)
         timeout = httpx.Timeout(None, connect=min(CONNECT_SECONDS, self._seconds))  # `_post` limits all of a call
@@ -128,19 +117,13 @@ class NemoGymEnvironment:
                     raise
                 await anyio.sleep(SEED_PAUSE_SECONDS)
         if seeded.status_code != 200:
-            raise EnvironmentFailed(f"{self._url}/seed_session: HTTP {seeded.status_code}: {seeded.text[:500]}")
+            raise EnvironmentFailed(f"{self._url}/seed_session: HTTP {seeded.status_code}: {clean_error(seeded.text)[:500]}")
 
     async def reset(self) -> Start:
-        messages, prompted = self._messages, 0
-        if self._tools and self._prompt != "template":
-            told = (
-                build_compact_system_prompt(self._tools)
-                if self._prompt == "compact"
-                else build_fleet_system_prompt(self._tools, today=date.today(), env_variables={}, modality="tool_use")
-            )
-            messages, prompted = (ChatMessage(role="system", content=told), *messages), 1
+        told = build_system_prompt(self._prompt, self._tools, self._task)
+        messages = (ChatMessage(role="system", content=told), *self._messages) if told else self._messages
         tools = self._tools if self._prompt == "template" else ()
-        return Start(messages=messages, tools=tools, prompted=prompted, offered=self._tools)
+        return Start(messages=messages, tools=tools, prompted=int(bool(told)), offered=self._tools)
 
     async def step(self, action: Action) -> Step:
         """Execute the calls of an answer in their order."""
@@ -201,7 +184,7 @@ class NemoGymEnvironment:
         graded = self._row | {"response": build_response(self._row, self._items)}
         answer = await self._post("verify", graded, self._verify_seconds)
         if answer.status_code != 200:
-            return Verdict(reward=None, reason=f"/verify: HTTP {answer.status_code}: {answer.text[:500]}")
+            return Verdict(reward=None, reason=f"/verify: HTTP {answer.status_code}: {clean_error(answer.text)[:500]}")
         try:
             check_values(answer.content)
             return read_verdict(answer.json())

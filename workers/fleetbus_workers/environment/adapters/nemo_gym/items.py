@@ -12,6 +12,7 @@ from typing import Any
 
 from fleetbus_schemas import ChatMessage, ToolCall, ToolSpec
 from fleetbus_workers.environment.base import EnvironmentFailed, Verdict
+from fleetbus_workers.environment.failure_location import clean_error
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 RESERVED = frozenset({"verify", "seed_session", "close_session", "aggregate_metrics", "reverify_mode", "mcp"})
@@ -76,7 +77,7 @@ def read_verdict(answer: object) -> Verdict:
     if not isinstance(answer, dict):
         return Verdict(reward=None, reason="/verify answered with no object")
     kind, told = answer.get("failure_kind"), answer.get("failure_reason")
-    reason = ": ".join(str(part) for part in (kind, told) if part)[:1000]
+    reason = clean_error(": ".join(str(part) for part in (kind, told) if part))
     reward = answer.get("reward")
     if answer.get("mask_sample"):
         return Verdict(reward=None, reason=reason or "the server masks this sample, and does not say why")

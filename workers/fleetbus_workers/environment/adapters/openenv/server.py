@@ -17,6 +17,7 @@ import httpx
 import structlog
 from anyio.abc import TaskGroup
 
+from fleetbus.config.load import strip_credentials
 from fleetbus.errors import UserError
 from fleetbus_workers.environment.adapters.openenv.client import AtCapacity, OpenEnvSession, open_session
 from fleetbus_workers.environment.base import EnvironmentFailed
@@ -126,9 +127,11 @@ def parse_addresses(url: str) -> tuple[str, str]:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise UserError(f"{url!r} is not a URL: {error}") from error
+        raise UserError(f"{strip_credentials(url)!r} is not a URL: {error}") from error
     if parts.scheme not in ("http", "https", "ws", "wss") or not host or parts.query or parts.fragment:
-        raise UserError(f"{url!r} is not the address of an OpenEnv server, as in openenv:http://127.0.0.1:8000")
+        raise UserError(
+            f"{strip_credentials(url)!r} is not the address of an OpenEnv server, as in openenv:http://127.0.0.1:8000"
+        )
     if parts.username or parts.password:
         raise UserError(f"the address of {host} must not hold a password: set a token in {TOKEN_VARIABLE}")
     secure = parts.scheme in ("https", "wss")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from fleetbus.errors import UserError
 from fleetbus_schemas import Task
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.task_permissions import check_http_address
 
 TOKEN_VARIABLE = "ORS_API_KEY"
 """Sent as ``X-API-Key``; the standard's own client reads the same variable."""
@@ -32,17 +33,9 @@ class Address(NamedTuple):
 def parse_address(text: str) -> Address:
     """Read what follows ``ors:``. Raises `UserError` for what is no address, and for one with a password."""
     place, *words = text.split() or [""]
-    try:
-        parts = urlsplit(place)
-        host, _ = parts.hostname, parts.port
-    except ValueError as error:  # it may quote a password
-        raise UserError("an address of an ORS server is not a URL; write it as in ors:http://127.0.0.1:8080#my_env") from error
-    if parts.username or parts.password:
-        raise UserError(f"the address of {host} must not hold a password: set the key in {TOKEN_VARIABLE}")
+    parts = check_http_address(f"ors:{text}", place, example="ors:http://127.0.0.1:8080#my_env", secret=TOKEN_VARIABLE)
     if parts.query:
-        raise UserError(f"the address of {host} must not have a query: set the key in {TOKEN_VARIABLE}")
-    if parts.scheme not in ("http", "https") or not host:
-        raise UserError(f"{place!r} is not the address of an ORS server, as in ors:http://127.0.0.1:8080#my_env")
+        raise UserError(f"the address of {parts.hostname} must not have a query: set the key in {TOKEN_VARIABLE}")
     if words and (len(words) > 1 or not words[0].startswith("split=") or words[0] == "split="):
         raise UserError(f"environment 'ors:{text}' must be written as {FORM}")
     split = words[0].removeprefix("split=") if words else ""

@@ -11,6 +11,7 @@ import anyio.to_thread
 from fleetbus.errors import UserError
 from fleetbus_workers.environment.adapters.providers.base import ProvidedServer, generate_server_name
 from fleetbus_workers.environment.base import EnvironmentFailed
+from fleetbus_workers.environment.failure_location import clean_error
 from fleetbus_workers.environment.ownership import PREFIX, Labels, is_abandoned
 
 CALL_SECONDS = 60
@@ -68,7 +69,7 @@ class DockerEngine:
             image = str(error.explanation or "").rpartition(": ")[2] or "the image"
             raise EnvironmentFailed(f"there is no image {image}: docker pull {image}") from error
         except (docker.errors.DockerException, requests.RequestException) as error:
-            reason = str(getattr(error, "explanation", None) or error).splitlines()[0][:300]
+            reason = clean_error(str(getattr(error, "explanation", None) or error).partition("\n")[0])[:300]
             raise EnvironmentFailed(f"the Docker engine did not {what}: {reason}") from error
 
 
@@ -139,7 +140,7 @@ class DockerProvider:
     async def _describe_exit(self, container: Any) -> str:
         logs = await self._engine.call("logs", lambda _: container.logs(tail=1))
         code = container.attrs.get("State", {}).get("ExitCode")
-        return f"exit code {code}: {logs.decode(errors='replace').strip()[:300]}"
+        return f"exit code {code}: {clean_error(logs.decode(errors='replace').strip())[:300]}"
 
 
 def _remove(client: Any, name: str) -> None:

@@ -6,7 +6,6 @@ runs on in its thread, and the next call of that episode waits until it has ende
 
 import inspect
 import itertools
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,7 +13,6 @@ from types import FunctionType
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from fleetbus.config.settings import EnvironmentSettings
@@ -22,6 +20,7 @@ from fleetbus.errors import UserError
 from fleetbus.user_code import load_callable
 from fleetbus_schemas import Action, Task
 from fleetbus_workers.environment.adapter_context import AdapterContext, Factory
+from fleetbus_workers.environment.adapters.common.call_threads import CallThreads, SerialCalls
 from fleetbus_workers.environment.base import Environment, Start, Step, Verdict
 from fleetbus_workers.environment.failure_location import locate_class_method
 from fleetbus_workers.environment.own_images import ImageStoringFactory
@@ -29,7 +28,7 @@ from fleetbus_workers.environment.validation import validate_return
 
 CALLS = ("open", "reset", "step", "state", "verify", "close")
 SPARE_THREADS = 8
-"""Threads beyond one per episode: calls that were given up keep theirs until they end."""
+"""Threads beyond one per episode; those of calls that were given up are counted apart."""
 
 
 def check_class(spec: str, kind: object) -> None:
@@ -91,17 +90,17 @@ def build_class_factory(kind: Callable[[], Any], settings: EnvironmentSettings |
     devices, threads = parse_device_names(settings.devices), settings.slots
     device = itertools.cycle(devices) if devices else None
     is_used_directly = is_asynchronous(kind) and device is None
-    limiter: list[anyio.CapacityLimiter] = []
+    shared = [CallThreads()]
 
     def make() -> Environment:
         if is_used_directly:
             environment: Environment = kind()
             return environment
-        return ClassEnvironment(kind, limiter[0] if limiter else None, next(device) if device else "")
+        return ClassEnvironment(kind, shared[0], next(device) if device else "")
 
     @asynccontextmanager
     async def run() -> AsyncIterator[None]:
-        limiter[:] = [anyio.CapacityLimiter(threads + SPARE_THREADS)]
+        shared[:] = [CallThreads(anyio.CapacityLimiter(threads + SPARE_THREADS))]
         await anyio.lowlevel.checkpoint()
         yield
 
@@ -116,13 +115,12 @@ def assign_device(task: Task, device: str) -> Task:
 class ClassEnvironment:
     """One object of a user's class; it is made when it is opened, in a thread if its class has ordinary calls."""
 
-    def __init__(self, kind: Callable[[], object], limiter: anyio.CapacityLimiter | None, device: str = "") -> None:
+    def __init__(self, kind: Callable[[], object], threads: CallThreads | None, device: str = "") -> None:
         self.replayable = bool(getattr(kind, "replayable", False))
         self._kind = kind
-        self._limiter = limiter
+        self._calls = SerialCalls(threads or CallThreads(), kind)
         self._device = device
         self._object: Any = None
-        self._lock = threading.Lock()
 
     @property
     def implementation(self) -> object:
@@ -130,7 +128,7 @@ class ClassEnvironment:
         return self._object
 
     async def open(self, task: Task) -> None:
-        self._object = self._kind() if is_asynchronous(self._kind) else await self._run_in_thread(self._kind)
+        self._object = self._kind() if is_asynchronous(self._kind) else await self._calls.run(self._kind, "__init__")
         await self._call("open", assign_device(task, self._device))
 
     async def reset(self) -> Start:
@@ -153,11 +151,4 @@ class ClassEnvironment:
         function = getattr(self._object, name)
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
-        return await self._run_in_thread(function, *arguments)
-
-    async def _run_in_thread(self, function: Callable[..., object], *arguments: Any) -> Any:
-        def call() -> Any:
-            with self._lock:
-                return function(*arguments)
-
-        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+        return await self._calls.run(partial(function, *arguments), name)

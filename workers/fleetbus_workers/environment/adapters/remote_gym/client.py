@@ -269,7 +269,7 @@ def _says_idempotent(content: bytes) -> bool:
 
 
 def _build_error(url: str, status: int, content: bytes) -> RemoteGymError:
-    detail = clean_error(content[:500].decode("utf-8", "replace").strip())
+    detail = clean_error(content.decode("utf-8", "replace").strip())[:500]
     kinds: dict[int, type[RemoteGymError]] = {503: ServerBusy, 404: SessionGone, 500: RemoteEnvironmentError}
     if status in (502, 504):
         return ServerUnreachable(f"{url}: {status} {detail}", may_have_acted=True)

@@ -6,12 +6,11 @@ time limit, and ``token`` names an environment variable (``$NAME``), because a t
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from urllib.parse import urlsplit
 
 import msgspec
 
 from fleetbus.errors import UserError
-from fleetbus_workers.environment.task_permissions import TaskPermissions
+from fleetbus_workers.environment.task_permissions import TaskPermissions, check_http_address
 
 TOKEN_VARIABLE = "GYM_API_KEY"
 
@@ -73,15 +72,7 @@ def parse_urls(text: str) -> list[str]:
 
 
 def _check_url(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        raise UserError(f"{url!r} is not a URL: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"{url!r} is not the address of a remote-gym server, as in http://127.0.0.1:8000")
-    if parts.username or parts.password:
-        raise UserError(f"the address of {parts.hostname} must not hold a password: set the key in {TOKEN_VARIABLE}")
+    check_http_address(f"remote-gym:{url}", url, example="http://127.0.0.1:8000", secret=TOKEN_VARIABLE)
     return url.rstrip("/")
 
 

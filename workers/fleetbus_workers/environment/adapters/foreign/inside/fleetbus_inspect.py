@@ -2,9 +2,10 @@
 
 The package runs one evaluation per process, so each episode has one, forked from a server that has imported everything: the
 package, what it imports once it evaluates, and the packages that extend it, which it imports for every task. The policy is
-the endpoint at ``base_url``. Roles beside it (``grader``, ``user``) are models of their own where an argument
-``role.NAME=MODEL`` names them, else the policy, untrained. An error of a sample is raised: it has no score. See
-docs/decisions/0212-one-process-per-sample-of-inspect.md.
+the endpoint at ``base_url``; when it has no further turns, a sample is scored as it stands. Roles beside it (``grader``,
+``user``) are models of their own where an argument ``role.NAME=MODEL`` names them, else the policy, untrained. An error of a
+sample is raised: it has no score. See docs/decisions/0212-one-process-per-sample-of-inspect.md and
+docs/decisions/0277-turns-that-run-out-are-a-limit-of-inspect.md.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ EVALUATION = (
     *("inspect_ai.hooks", "inspect_ai.model._providers.openai_compatible", "inspect_ai.agent._acp.server", "rich.markdown"),
 )
 """An evaluation imports these, some of them once it runs."""
+
+OVER = "chatcmpl-0"
+"""The id of the endpoint's answer when there are no further turns."""
 
 SEED = 0
 """Before a task is loaded: where its data is shuffled, a place names the same sample in every process."""
@@ -68,16 +72,32 @@ def evaluate(name: str, arguments: dict[str, Any], index: int, base_url: str) ->
     from inspect_ai.model import get_model
 
     os.environ |= {"FLEETBUS_API_KEY": "in-the-path", "FLEETBUS_BASE_URL": base_url}
-    roles = {role: get_model(arguments.get(f"role.{role}", OTHER)) for role in ROLES}
+    named = {role: arguments.get(f"role.{role}") for role in ROLES}
+    roles = {role: get_model(model) if model else build_model(OTHER) for role, model in named.items()}
     random.seed(SEED)
     with tempfile.TemporaryDirectory() as folder:
         [log] = evaluate_tasks(
-            name, model=get_model(POLICY, max_retries=0), model_roles=roles, task_args=select_own(arguments, own=False),
+            name, model=build_model(POLICY), model_roles=roles, task_args=select_own(arguments, own=False),
             limit=(index, index + 1), epochs=1, fail_on_error=True, retry_on_error=0, display="none", log_dir=folder,
         )  # fmt: skip
         if log.status != "success" or not log.samples or log.samples[0].error:
             raise EpisodeFailed(log.error.message if log.error else f"status {log.status}")
         return read_reward(log.samples[0].scores or {}, str(arguments.get("scorer", "")), str(arguments.get("part", "")))
+
+
+def build_model(name: str) -> Any:
+    """A model at the endpoint. Its last turn is a limit of the package's, for an agent's loop may have no end of its own; a
+    scorer that asks then has no answer, and the sample an error."""
+    from inspect_ai.model import get_model
+    from inspect_ai.util import LimitExceededError
+
+    def check(response: dict[str, Any]) -> None:
+        if response["id"] == OVER:
+            raise LimitExceededError("custom", value=0, limit=0, message="there are no further turns")
+
+    model: Any = get_model(name, max_retries=0)
+    model.api.on_response = check
+    return model
 
 
 def read_reward(scores: dict[str, Any], scorer: str, part: str) -> float:

@@ -20,10 +20,15 @@ import random
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from fleetbus_process import describe_error
 
 SET_DUMPABLE = 4
 POST_SECONDS = 60.0
+EXIT_SECONDS = 5.0
 ERROR_CHARACTERS = 2000
 
 
@@ -77,9 +82,11 @@ class Runner:
         self._reply({"ready": True})
         lines: asyncio.Queue[bytes] = asyncio.Queue()
         threading.Thread(target=self._read, args=(lines, asyncio.get_running_loop()), daemon=True).start()
-        async with opened as environment:
-            while True:
-                self._obey(environment, json.loads(await lines.get()))
+        with exit_in_time():
+            async with opened as environment:
+                with exit_in_time():
+                    while True:
+                        self._obey(environment, json.loads(await lines.get()))
 
     def _read(self, lines: asyncio.Queue[bytes], loop: asyncio.AbstractEventLoop) -> None:
         with os.fdopen(self._requests, "rb") as file:
@@ -105,13 +112,25 @@ class Runner:
                 await asyncio.to_thread(post, asked["reward_url"], result)
         except asyncio.CancelledError:
             answer["error"] = "cancelled"
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # the package may fail in any way, and its other episodes go on
-            answer["error"] = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+        except BaseException as error:  # noqa: BLE001  # the package may fail in any way, and its other episodes go on
+            answer["error"] = describe_error(error)[:ERROR_CHARACTERS]
         del self._playing[asked["id"]]
         self._reply(answer)
 
     def _reply(self, answer: dict[str, Any]) -> None:
         os.write(self._replies, json.dumps(answer).encode() + b"\n")
+
+
+@contextmanager
+def exit_in_time() -> Iterator[None]:
+    """Behind it the process ends within `EXIT_SECONDS`. What a package raises in a task of its own, as SystemExit, may end the
+    event loop: then Python waits for all threads, and who waits for episodes would wait as long."""
+    try:
+        yield
+    finally:
+        ending = threading.Timer(EXIT_SECONDS, os._exit, (1,))
+        ending.daemon = True
+        ending.start()
 
 
 def post(url: str, body: dict[str, Any]) -> None:
