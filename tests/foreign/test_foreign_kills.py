@@ -8,9 +8,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -23,7 +24,7 @@ from fleetbus_schemas import EpisodeFinished, Task, encode
 from tests.agents.test_agents_under_kills import SUBJECTS, WORKER, build_request, fleet, kill_in_turn
 from tests.foreign.killed_workers import Workers, run_log
 from tests.foreign.killed_workers import play_all as play_tasks
-from tests.foreign.recorded_games import V1
+from tests.foreign.trained_cases import BFCL, TAU2, V1
 from tests.support.processes import children
 
 GUESS = Path(__file__).parent / "stand_in" / "guess"
@@ -93,16 +94,39 @@ async def test_episodes_of_another_package_are_neither_lost_nor_doubled_while_wo
 
 
 CONTRACT = 'Two and two.\n{"problem": "2+2?", "answer": 4}'
-"""What a proposer of verifiers' `proposer_solver` has to say, and a right answer of its solver's: the last number counts."""
+"""What a proposer of verifiers' `proposer_solver` has to say, and a right answer of its solver's: the last number counts.
+A problem that is always solved pays its proposer nothing."""
+
+
+class Played(NamedTuple):
+    """``said`` is what the policy says turn by turn, the last over and over; ``seats``: their rewards, if they are the same
+    for all tasks."""
+
+    spec: str
+    said: tuple[str, ...]
+    place: Callable[[int], dict[str, Any]]
+    seats: frozenset[tuple[str, float]] = frozenset()
+
+
+BOTH = "proposer.harness.id=in_process solver.harness.id=in_process"
+SOLVED = frozenset({("proposer", 0.0), ("solver", 1.0)})
+PLAYED = {
+    "proposer_solver": Played(
+        f"verifiers+python={V1}:proposer_solver role=all {BOTH}", (CONTRACT,), lambda number: {"index": number % 6}, SOLVED
+    ),
+    "bfcl": Played(f"bfcl+python={BFCL}:multi_turn", ("Done.",), lambda number: {"id": f"multi_turn_base_{number}"}),
+    "tau2": Played(f"tau2+python={TAU2}:retail", ("I need help.", "###STOP###"), lambda number: {"id": f"{number}"}),
+}
 
 
 @pytest.mark.foreign
-@pytest.mark.timeout(3600)
-async def test_games_of_two_roles_are_neither_lost_nor_doubled_while_workers_are_killed(tmp_path: Path) -> None:
-    spec = f"verifiers+python={V1}:proposer_solver role=all proposer.harness.id=null solver.harness.id=null"
-    tasks = [Task(key=f"t{number}", prompt="", config={"index": number % 6}) for number in range(GAMES)]
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", PLAYED)
+async def test_scripted_episodes_are_neither_lost_nor_doubled_while_workers_are_killed(name: str, tmp_path: Path) -> None:
+    spec, said, place, seats = PLAYED[name]
+    tasks = [Task(key=f"t{number}", prompt="", config=place(number)) for number in range(GAMES)]
     async with run_log(tmp_path) as (url, bus):
-        with Workers(url, spec, {"": [CONTRACT]}) as workers, anyio.fail_after(3000):
+        with Workers(url, spec, {"": said}) as workers, anyio.fail_after(1500):
 
             async def kill(count: int, result: EpisodeFinished) -> None:
                 if count % KILLED_EVERY == 0:
@@ -111,7 +135,8 @@ async def test_games_of_two_roles_are_neither_lost_nor_doubled_while_workers_are
             results = await play_tasks(bus, tasks, kill)
         report = await audit_run(bus, SUBJECTS)
     assert report.balanced, report.findings
-    print(Counter((each.outcome, each.error_class, each.reward, each.attempt) for [each] in results))
-    assert {(each.outcome, each.reward) for [each] in results} == {("completed", 1.0)}
-    assert any(each.attempt > 1 for [each] in results)
+    taken_over = sum(each.attempt > 1 for [each] in results)
+    print(name, Counter((each.outcome, each.reward, each.error) for [each] in results), f"{taken_over} taken over")
+    assert {each.outcome for [each] in results} == {"completed"} and taken_over
+    assert not seats or {(seat.name, seat.reward) for [each] in results for seat in each.seats} == seats
     assert not children()
