@@ -122,9 +122,10 @@ async def test_an_environment_that_cannot_be_loaded_fails_its_episodes_with_its_
                 pass
 
 
-def test_a_request_that_comes_while_the_process_ends_says_nothing_over_its_last_words() -> None:
-    inside = Path(foreign_host.__file__).parent / "inside" / "fleetbus_runner.py"
-    runner = runpy.run_path(str(inside))["Runner"]()
+def test_a_request_that_comes_while_the_process_ends_says_nothing_over_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = Path(foreign_host.__file__).parent / "inside"
+    monkeypatch.syspath_prepend(inside)
+    runner = runpy.run_path(str(inside / "fleetbus_runner.py"))["Runner"]()
     loop = asyncio.new_event_loop()
     loop.close()
     runner._requests, requests = os.pipe()
