@@ -34,6 +34,7 @@ class SlowToLoad(ScriptedSampler):
 async def begun(fleet: SmallDeployment) -> SlowToLoad:
     sampler = SlowToLoad()
     await fleet.heard(fleet.environment("environment-0"), fleet.inference("inference-0", sampler=sampler))
+    await fleet.until(lambda: fleet.beats["inference-0"].counters.get("versions_loaded") == 1)
     return sampler
 
 
