@@ -150,13 +150,20 @@ def build_request(bus: Bus, episode: str) -> EpisodeRequested:
 
 
 @asynccontextmanager
-async def fleet(store: Path) -> AsyncIterator[tuple[str, Bus]]:
+async def run_log(store: Path) -> AsyncIterator[tuple[str, Bus]]:
+    """The log of a run with a policy, on a server of its own; its address too."""
     async with run_server(store) as server, connect(server.url, run=RUN, role="up", worker="driver") as bus:
         await bus.declare(plan_run(RUN, lanes=16, max_bytes=2 << 30))
         policy = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
         await bus.publish(SUBJECTS.policy("default"), encode(policy))
-        with worker("inference", "i0", server.url):
-            yield server.url, bus
+        yield server.url, bus
+
+
+@asynccontextmanager
+async def fleet(store: Path) -> AsyncIterator[tuple[str, Bus]]:
+    async with run_log(store) as (url, bus):
+        with worker("inference", "i0", url):
+            yield url, bus
 
 
 LONG = pytest.mark.skipif(not os.environ.get("LONG"), reason="LONG")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import anyio
 import msgspec
 
 from fleetbus.bus.base import Bus
-from fleetbus.bus.streams import plan_run
 from fleetbus.log.episodes import decode_episode_entry
-from fleetbus_schemas import EpisodeFinished, PolicyPublished, Task, encode
-from tests.agents.test_agents_under_kills import RUN, SUBJECTS, build_request
+from fleetbus_schemas import EpisodeFinished, Task, encode
+from tests.agents.test_agents_under_kills import SUBJECTS, build_request
 from tests.agents.test_agents_under_kills import WORKER as PLAIN_WORKER
-from tests.support.servers import connect, run_server
 
 AT_ONCE = 16
 WORKER = PLAIN_WORKER.replace(
@@ -67,16 +64,6 @@ class Workers:
 
     async def kill_inference(self) -> None:
         await self.kill(next(name for name, (role, _) in self._running.items() if role == "inference"))
-
-
-@asynccontextmanager
-async def run_log(store: Path) -> AsyncIterator[tuple[str, Bus]]:
-    """The log of a run with a policy, on a server of its own; its address too."""
-    async with run_server(store) as server, connect(server.url, run=RUN, role="up", worker="driver") as bus:
-        await bus.declare(plan_run(RUN, lanes=16, max_bytes=2 << 30))
-        policy = PolicyPublished(policy="default", version=0, lineage="l1", step=0, uri="", manifest=(), size_bytes=0)
-        await bus.publish(SUBJECTS.policy("default"), encode(policy))
-        yield server.url, bus
 
 
 async def play_all(

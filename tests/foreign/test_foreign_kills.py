@@ -21,8 +21,8 @@ from fleetbus.audit.run import audit_run
 from fleetbus.bus.base import Bus
 from fleetbus.log.episodes import decode_episode_entry
 from fleetbus_schemas import EpisodeFinished, Task, encode
-from tests.agents.test_agents_under_kills import SUBJECTS, WORKER, build_request, fleet, kill_in_turn
-from tests.foreign.killed_workers import Workers, run_log
+from tests.agents.test_agents_under_kills import SUBJECTS, WORKER, build_request, fleet, kill_in_turn, run_log
+from tests.foreign.killed_workers import Workers
 from tests.foreign.killed_workers import play_all as play_tasks
 from tests.foreign.trained_cases import BFCL, TAU2, V1
 from tests.support.processes import children

@@ -17,8 +17,8 @@ import pytest
 
 from fleetbus.audit.run import audit_run
 from fleetbus_schemas import EpisodeFinished, Task
-from tests.agents.test_agents_under_kills import SUBJECTS
-from tests.foreign.killed_workers import Workers, play_all, run_log
+from tests.agents.test_agents_under_kills import SUBJECTS, run_log
+from tests.foreign.killed_workers import Workers, play_all
 from tests.support.ors_process import ors_server
 from tests.support.ors_server import REAL, OrsDouble, ors_double
 from tests.support.processes import children
