@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -46,6 +47,14 @@ def pytest_sessionstart() -> None:
         os.environ.setdefault("FLEETBUS_ENVIRONMENT_SANDBOX", "limits")
         assert Verifier.__init__.__kwdefaults__ is not None
         Verifier.__init__.__kwdefaults__["sandbox"] = "limits"
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT is a KeyboardInterrupt here: where a shell runs the tests in the background, it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

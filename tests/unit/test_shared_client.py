@@ -138,7 +138,7 @@ def test_a_call_on_a_shared_loop_that_has_ended_says_that_it_is_closed() -> None
 
 
 @pytest.fixture
-def interrupt_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def interrupt_soon(monkeypatch: pytest.MonkeyPatch, interruptible: None) -> Callable[[], None]:
     """Interrupts the main thread a little after it has started a call."""
     started, start, main = threading.Event(), blocking._start, threading.main_thread().ident
     assert main is not None

@@ -212,6 +212,7 @@ def test_an_adapter_is_refused_in_every_process(monkeypatch: pytest.MonkeyPatch,
     rollouts.close()
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_a_connection_is_made_leaves_nothing_that_holds_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     answered = anyio.Event()
 
